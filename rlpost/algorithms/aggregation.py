@@ -1,0 +1,26 @@
+"""What the loss is a mean of. Weights and denominator are counted over a whole optimizer step, before the first backward.
+
+loss = sum over tokens of weight_t * term_t / denominator, so any split into ranks and micro-batches gives the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def token_weights(trainable: Sequence[np.ndarray], aggregation: str, constant: int) -> tuple[list[np.ndarray], float]:
+    """Weight of each token ``[tokens]`` and the denominator of one optimizer step.
+
+    ``token_mean``: all trained tokens weigh the same (DAPO, Yu et al. 2025, eq. 8). ``sequence_mean``: each sequence weighs
+    the same (GRPO, Shao et al. 2024, eq. 3). ``constant``: token sums over a constant length (Dr.GRPO, Liu et al. 2025).
+    """
+    counts = [int(mask.sum()) for mask in trainable]
+    if aggregation == "token_mean":
+        return [mask.astype(np.float32) for mask in trainable], float(sum(counts))
+    if aggregation == "sequence_mean":
+        return [(mask / max(count, 1)).astype(np.float32) for mask, count in zip(trainable, counts, strict=True)], float(sum(c > 0 for c in counts))
+    if aggregation == "constant":
+        return [mask.astype(np.float32) for mask in trainable], float(sum(c > 0 for c in counts) * constant)
+    raise AssertionError(f"unknown aggregation {aggregation!r}")

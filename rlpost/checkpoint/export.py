@@ -1,0 +1,63 @@
+"""Write the policy as a Hugging Face directory that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+SHARD_BYTES = 4 * 10**9
+CARRIED_OVER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config", "config.json")
+
+
+def export_model(directory: Path, tensors: Sequence[tuple[str, torch.Tensor]], source: Path, dtype: torch.dtype) -> None:
+    """Write ``tensors`` in ``dtype`` as safetensors, with the configuration and tokenizer files of ``source``.
+
+    ``directory`` appears at once or not at all. Raises FileExistsError when it is already there.
+    """
+    from safetensors.torch import save_file
+
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists already; nothing was overwritten")
+    partial = directory.with_name(directory.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors:
+        value = tensor.detach().to("cpu", dtype).contiguous()
+        if size and size + value.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += value.nbytes
+    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, partial / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard}}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    copy_model_files(source, partial, str(dtype).removeprefix("torch."))
+    os.rename(partial, directory)
+
+
+def copy_model_files(source: Path, target: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer files; ``source`` may be a hub name, then transformers writes them."""
+    if source.is_dir():
+        for file in source.iterdir():
+            if file.is_file() and file.name.startswith(CARRIED_OVER):
+                shutil.copy2(file, target / file.name)
+    else:
+        from transformers import AutoConfig, AutoTokenizer
+
+        AutoConfig.from_pretrained(str(source)).save_pretrained(target)
+        AutoTokenizer.from_pretrained(str(source)).save_pretrained(target)
+    config = json.loads((target / "config.json").read_text())
+    config["dtype"] = dtype
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(config, indent=2))

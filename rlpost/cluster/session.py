@@ -1,0 +1,40 @@
+"""Connect to a Ray cluster, or start one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import ray
+
+from rlpost.types import ConfigError
+
+OBJECT_STORE_BYTES = 512 << 20
+"""Object store of a local session: batches are megabytes, weights do not travel through it."""
+
+
+def connect(address: str | None) -> dict[str, Any]:
+    """Join the cluster at ``address`` (or RAY_ADDRESS), else start Ray here. Returns what to print about it.
+
+    Raises ConfigError when an address was given and nothing answers there.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Ray warns at length about accelerator variables that are empty on purpose.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True, "namespace": "rlpost"}
+    if address is None:
+        ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **common)
+        return {"where": "this machine", "resources": ray.cluster_resources()}
+    try:
+        ray.init(address=address, **common)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster answers at {address!r} (placement.ray_address or RAY_ADDRESS): {error}") from error
+    return {"where": address, "resources": ray.cluster_resources()}
+
+
+def disconnect() -> None:
+    """Leave the cluster; a local one ends."""
+    ray.shutdown()

@@ -1,0 +1,331 @@
+"""Do the settings of a config work together? Every contradiction is found before Ray starts, and all are reported at once.
+
+A check is a function that yields problems: what was found, why it cannot work, and what to set instead. A new one
+is such a function and its name in ``_CHECKS``. No check changes the config.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
+
+from rlpost.config.derive import (
+    SINGLE_TURN,
+    Device,
+    longest_continuation,
+    micro_batch_problem,
+    resolve_device,
+    resolve_dtype,
+    resolve_engine_process,
+    resolve_old_logprobs,
+)
+from rlpost.config.fields import joined
+from rlpost.config.inputs import check_inputs, warn_inputs
+from rlpost.config.schema import RunConfig
+from rlpost.types import ConfigError
+
+TRACKERS = {"console": None, "jsonl": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+"""The known trackers and the package that each needs."""
+
+CPU_BLOCK_TOKENS = 32
+"""vLLM's CPU attention takes KV blocks of a multiple of this many tokens."""
+
+AT_LEAST_ONE = (
+    "data.max_prompt_tokens", "data.limit", "environment.max_turns", "reward_runner.workers", "algorithm.group_size",
+    "algorithm.minibatches", "sampling.max_new_tokens", "schedule.steps", "schedule.prompts_per_step", "training.ranks",
+    "training.micro_batch_tokens", "training.logprob_chunk_tokens", "training.threads", "engine.count", "engine.tensor_parallel",
+    "engine.max_model_len", "engine.max_num_seqs", "engine.kv_cache_mib", "engine.block_size", "engine.threads", "weights.bucket_mib",
+    "evaluation.prompts", "evaluation.samples", "evaluation.max_new_tokens", "checkpoint.keep", "observe.rollouts_every",
+)  # fmt: skip
+AT_LEAST_ZERO = (
+    "seed", "algorithm.clip_high", "algorithm.kl_coefficient", "schedule.max_staleness", "training.optimizer.weight_decay",
+    "training.optimizer.clip_norm", "training.optimizer.warmup_steps", "engine.max_restarts", "placement.trainer_cpus",
+    "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every",
+)  # fmt: skip
+ABOVE_ZERO = (
+    "environment.timeout_s", "reward_runner.timeout_s", "schedule.rollout_timeout_s", "schedule.phase_timeout_s",
+    "schedule.start_timeout_s", "training.optimizer.lr", "training.optimizer.eps", "engine.request_timeout_s",
+    "weights.timeout_s", "placement.timeout_s",
+)  # fmt: skip
+SHARES = ("reward_runner.max_failed_fraction", "training.optimizer.final_ratio", "algorithm.clip_low")
+SHARES_ABOVE_ZERO = ("engine.gpu_memory_utilization", "evaluation.top_p")
+BELOW_ONE = ("training.optimizer.beta1", "training.optimizer.beta2")
+
+ENGINE_OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "engine.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "engine.kv_cache_mib",
+    "block_size": "engine.block_size",
+    "enable_prefix_caching": "engine.prefix_caching",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "distributed_executor_backend": "engine.process",
+    "enable_sleep_mode": "placement.mode",
+    "weight_transfer_config": "weights.transport",
+    "seed": "seed",
+    "logprobs_mode": None,
+    "max_logprobs": None,
+    "worker_extension_cls": None,
+    "skip_tokenizer_init": None,
+}
+"""vLLM arguments that rlpost sets, and the key that rules each; None is fixed, because training depends on it."""
+
+
+def check(config: RunConfig) -> list[str]:
+    """Check all settings together and return warnings: what works, but is probably not meant.
+
+    Raises one :class:`ConfigError` that lists every problem. Reads the file system (model directory, data files), changes nothing.
+    """
+    device = resolve_device(config)
+    problems = [problem for function in _CHECKS for problem in function(config, device)]
+    if problems:
+        raise ConfigError(joined(problems, lambda count: f"{count} settings cannot work:"))
+    return [*_warnings(config, device), *warn_inputs(config)]
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _ranges(config: RunConfig, device: Device) -> Iterator[str]:
+    bounds: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+        (AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (AT_LEAST_ZERO, lambda v: v >= 0, "0 or more"),
+        (ABOVE_ZERO, lambda v: v > 0, "more than 0"),
+        (SHARES, lambda v: 0 <= v <= 1, "a share between 0 and 1"),
+        (SHARES_ABOVE_ZERO, lambda v: 0 < v <= 1, "more than 0 and at most 1"),
+        (BELOW_ONE, lambda v: 0 <= v < 1, "0 or more and below 1"),
+    ]
+    for keys, holds, expected in bounds:
+        for key in keys:
+            value = _value(config, key)
+            if value is not None and not holds(value):
+                yield f"{key} is {value}, expected {expected}"
+    top_k = config.evaluation.top_k
+    if top_k != -1 and top_k < 1:
+        yield f"evaluation.top_k is {top_k}, expected -1 (off) or at least 1"
+
+
+def _batch(config: RunConfig, device: Device) -> Iterator[str]:
+    schedule, algorithm, ranks = config.schedule, config.algorithm, config.training.ranks
+    prompts, parts = schedule.prompts_per_step, algorithm.minibatches
+    if algorithm.group_size == 1 and ":" not in algorithm.name and algorithm.advantage.startswith("group"):
+        yield (
+            f"algorithm.group_size is 1, but algorithm.advantage={algorithm.advantage} compares a sample with the others of its group, "
+            "so every advantage would be 0 and nothing would be learnt; set algorithm.group_size=2 or more (8 is usual)"
+        )
+    if parts < 1 or prompts < 1 or ranks < 1:
+        return  # reported by _ranges
+    if prompts % parts:
+        below, above = prompts // parts * parts, (prompts // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else str(above)
+        yield (
+            f"schedule.prompts_per_step={prompts} cannot be split into algorithm.minibatches={parts} equal parts of whole groups; "
+            f"the nearest that fit are schedule.prompts_per_step={nearest}, or algorithm.minibatches={_nearest_divisor(prompts, parts)}"
+        )
+    elif prompts // parts * algorithm.group_size < ranks:
+        samples = prompts // parts * algorithm.group_size
+        fitting = -(-ranks // max(1, algorithm.group_size)) * parts
+        yield (
+            f"a batch of {prompts} prompts x {algorithm.group_size} samples in {parts} minibatch(es) gives {samples} trajectories for "
+            f"training.ranks={ranks}: some ranks would have nothing to train on; the nearest that fits is "
+            f"schedule.prompts_per_step={fitting}, or training.ranks={samples}"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def _algorithm(config: RunConfig, device: Device) -> Iterator[str]:
+    algorithm, staleness = config.algorithm, config.schedule.max_staleness
+    if config.sampling.temperature <= 0:
+        yield (
+            f"sampling.temperature is {config.sampling.temperature}: greedy samples of a group are all equal and their logprobs are not "
+            "those of a distribution; set it above 0 (1.0 is usual). Greedy decoding belongs in evaluation.temperature"
+        )
+    if algorithm.old_logprobs == "current" and (algorithm.minibatches > 1 or staleness > 0):
+        cause = f"schedule.max_staleness={staleness}" if staleness > 0 else f"algorithm.minibatches={algorithm.minibatches}"
+        yield (
+            f"algorithm.old_logprobs=current with {cause}: the importance ratio would be 1 although the samples come from an older "
+            "policy, so nothing corrects or clips; set algorithm.old_logprobs=auto, engine or recompute"
+        )
+    if algorithm.kl_coefficient == 0 and algorithm.reference == "actor":
+        yield (
+            "algorithm.reference=actor, but algorithm.kl_coefficient is 0, so nobody would ask that actor; "
+            "remove algorithm.reference or set algorithm.kl_coefficient above 0"
+        )
+    if algorithm.reference_path is not None and (algorithm.kl_coefficient == 0 or algorithm.reference != "actor"):
+        yield (
+            f"algorithm.reference_path={algorithm.reference_path} would not be used: it is read with algorithm.kl_coefficient above 0 "
+            f"(found {algorithm.kl_coefficient:g}) and algorithm.reference=actor (found {algorithm.reference}); set both or remove it"
+        )
+    optimizer = config.training.optimizer
+    total = config.schedule.steps * max(1, algorithm.minibatches)
+    if optimizer.warmup_steps > total:
+        yield (
+            f"training.optimizer.warmup_steps={optimizer.warmup_steps} is more than the run's {total} optimizer steps, so the peak "
+            f"learning rate is never reached; set it to {total} or less"
+        )
+    try:
+        re.compile(config.training.trainable)
+    except re.error as error:
+        yield (
+            f"training.trainable={config.training.trainable!r} is not a regular expression ({error}); "
+            "give `all` or a pattern of parameter names"
+        )
+
+
+def _rewards(config: RunConfig, device: Device) -> Iterator[str]:
+    if not config.rewards and config.environment.name == SINGLE_TURN:
+        yield (
+            "rewards is empty, and environment.name=single_turn gives no reward of its own; "
+            "name at least one, for example rewards=[{function: exact_match}]"
+        )
+    names = [reward.name or re.split(r"[:/]", reward.function)[-1] for reward in config.rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"rewards: {names.count(name)} entries are called {name}, so their metrics would be one; give each its own rewards.N.name"
+
+
+def _evaluation(config: RunConfig, device: Device) -> Iterator[str]:
+    if config.evaluation.every > 0 and config.data.evaluation is None:
+        yield (
+            f"evaluation.every={config.evaluation.every}, but data.evaluation is not set, so there is nothing to evaluate on; "
+            "set data.evaluation to held-out prompts or evaluation.every=0"
+        )
+
+
+def _engine(config: RunConfig, device: Device) -> Iterator[str]:
+    engine = config.engine
+    for name in engine.extra:
+        if name in ENGINE_OWNED:
+            key = ENGINE_OWNED[name]
+            instead = f"use {key}" if key else "training depends on its value; remove it"
+            yield f"engine.extra.{name}: rlpost sets {name} itself; {instead}"
+    if device == "cpu" and engine.extra.get("enable_chunked_prefill") and config.sampling.seeded:
+        yield (
+            "engine.extra.enable_chunked_prefill=true with sampling.seeded=true: a seeded request whose prefill is only partly scheduled "
+            "kills vLLM's CPU engine; remove it or set sampling.seeded=false"
+        )
+    if device == "cpu" and engine.block_size % CPU_BLOCK_TOKENS:
+        nearest = max(1, round(engine.block_size / CPU_BLOCK_TOKENS)) * CPU_BLOCK_TOKENS
+        yield (
+            f"engine.block_size={engine.block_size}: vLLM on CPU needs a multiple of {CPU_BLOCK_TOKENS}; "
+            f"the nearest is engine.block_size={nearest}"
+        )
+    if engine.process == "in_actor" and engine.tensor_parallel > 1:
+        yield (
+            f"engine.process=in_actor with engine.tensor_parallel={engine.tensor_parallel}: one process cannot be {engine.tensor_parallel} "
+            "workers; set engine.process=auto or separate"
+        )
+    if engine.max_model_len is not None:
+        least = config.data.max_prompt_tokens + longest_continuation(config)
+        if engine.max_model_len < least:
+            yield (
+                f"engine.max_model_len={engine.max_model_len} is shorter than the longest prompt and one turn "
+                f"({config.data.max_prompt_tokens} + {longest_continuation(config)} tokens), so engines would refuse or cut samples; "
+                f"set it to {least} or more, or shorten data.max_prompt_tokens or sampling.max_new_tokens"
+            )
+    problem = micro_batch_problem(config)
+    if problem:
+        yield problem
+
+
+def _placement(config: RunConfig, device: Device) -> Iterator[str]:
+    engine, ranks, colocated = config.engine, config.training.ranks, config.placement.mode == "colocated"
+    if colocated and config.schedule.max_staleness > 0:
+        yield (
+            f"placement.mode=colocated with schedule.max_staleness={config.schedule.max_staleness}: colocated phases never overlap, "
+            "so rollouts cannot run ahead; set schedule.max_staleness=0 or placement.mode=split"
+        )
+    if colocated and device == "gpu" and engine.count * engine.tensor_parallel != ranks:
+        divides = engine.tensor_parallel >= 1 and ranks % engine.tensor_parallel == 0
+        fitting = f"engine.count={ranks // engine.tensor_parallel}" if divides else f"an engine.tensor_parallel that divides {ranks}"
+        yield (
+            f"placement.mode=colocated: {engine.count} engine(s) of {engine.tensor_parallel} GPU(s) do not cover the GPUs of "
+            f"training.ranks={ranks}, which they share; set {fitting}"
+        )
+    if device == "gpu":
+        return
+    auto = " (placement.device=auto found no GPU here)" if config.placement.device == "auto" else ""
+    for key in ("placement.trainer_cpus", "placement.engine_cpus"):
+        if _value(config, key) == 0:
+            yield f"{key} is 0, and the device is cpu{auto}: Ray grants no placement that asks for nothing; set it to 0.1 or more"
+    if config.training.attention == "flash":
+        yield f"training.attention=flash needs a GPU, and the device is cpu{auto}; set training.attention=auto or padded"
+    if config.weights.backend == "nccl":
+        yield f"weights.backend=nccl needs GPUs, and the device is cpu{auto}; set weights.backend=auto or gloo"
+
+
+def _precision(config: RunConfig, device: Device) -> Iterator[str]:
+    if device == "gpu" and config.training.attention == "flash" and resolve_dtype(config, device) == "float32":
+        yield "training.attention=flash has no float32 kernels; set training.attention=padded or model.dtype=bfloat16"
+
+
+def _observe(config: RunConfig, device: Device) -> Iterator[str]:
+    for name in config.observe.trackers:
+        if name not in TRACKERS:
+            yield f"observe.trackers: {name!r} is not known; expected any of {', '.join(TRACKERS)}"
+        elif config.observe.trackers.count(name) > 1:
+            yield f"observe.trackers names {name} twice"
+            return
+
+
+def _inputs(config: RunConfig, device: Device) -> Iterator[str]:
+    yield from check_inputs(config)
+
+
+_CHECKS: tuple[Callable[[RunConfig, Device], Iterator[str]], ...] = (
+    _ranges, _batch, _algorithm, _rewards, _evaluation, _engine, _placement, _precision, _observe, _inputs,
+)  # fmt: skip
+
+
+def _warnings(config: RunConfig, device: Device) -> Iterator[str]:
+    """What works but wastes the machine, or is probably not meant."""
+    schedule, engine = config.schedule, config.engine
+    if device == "gpu" and config.placement.mode == "split" and schedule.max_staleness == 0:
+        engines, total = engine.count * engine.tensor_parallel, engine.count * engine.tensor_parallel + config.training.ranks
+        yield (
+            f"placement.mode=split with schedule.max_staleness=0: engines ({engines} of {total} GPUs) and trainers take turns, so each "
+            "part idles while the other works; schedule.max_staleness=1 or placement.mode=colocated uses them better"
+        )
+    if schedule.prompts_per_step < engine.count:
+        idle = (engine.count - schedule.prompts_per_step) / engine.count
+        yield (
+            f"schedule.prompts_per_step={schedule.prompts_per_step} is less than engine.count={engine.count}, and a group stays on one "
+            f"engine: {idle:.0%} of the engines idle in every step"
+        )
+    elif schedule.prompts_per_step % engine.count:
+        most = -(-schedule.prompts_per_step // engine.count)
+        idle = 1 - schedule.prompts_per_step / (most * engine.count)
+        yield (
+            f"schedule.prompts_per_step={schedule.prompts_per_step} is no multiple of engine.count={engine.count}: some engines have "
+            f"a group less, about {idle:.0%} of engine time is idle at equal lengths"
+        )
+    if schedule.max_staleness > 0 and resolve_old_logprobs(config) == "recompute":
+        yield (
+            f"algorithm.old_logprobs=recompute with schedule.max_staleness={schedule.max_staleness}: the ratio begins at the policy "
+            "before the update, so the samples' own staleness is not corrected; engine corrects it"
+        )
+    if device == "cpu" and resolve_dtype(config, device) == "bfloat16":
+        yield "model.dtype=bfloat16 on CPU is several times slower than float32 without bfloat16 instructions"
+    if device == "cpu" and engine.tensor_parallel > 1 and resolve_engine_process(config, device) == "separate":
+        yield f"engine.tensor_parallel={engine.tensor_parallel} on CPU is slower than {engine.tensor_parallel} engines (engine.count)"
+    evaluation = config.evaluation
+    if evaluation.every == 0 and config.data.evaluation is not None:
+        yield "data.evaluation is set, but evaluation.every is 0: it is never read"
+    if evaluation.every > 0 and evaluation.samples > 1 and evaluation.temperature == 0:
+        yield f"evaluation.samples={evaluation.samples} with evaluation.temperature=0: greedy samples of a prompt are equal"
+    if config.checkpoint.every == 0 and not config.checkpoint.at_end:
+        yield "checkpoint.every=0 and checkpoint.at_end=false: nothing is saved, a run cannot be resumed or exported"
+    for tracker in config.observe.trackers:
+        package = TRACKERS[tracker]
+        if package is not None and importlib.util.find_spec(package) is None:
+            yield f"observe.trackers names {tracker}, whose package is not installed here: pip install {package}"

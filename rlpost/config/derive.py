@@ -1,0 +1,248 @@
+"""What follows from a config without being written in it: sizes, resolved ``auto`` values, and the resources to ask Ray for.
+
+Nothing here changes the config; ``--dry-run`` and the start of a run print what was derived. Pure: no torch, ray or
+vllm is imported, so a dry run is quick and also works where they are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlpost.config.schema import RunConfig
+from rlpost.types import ConfigError
+
+Device = Literal["cpu", "gpu"]
+
+SINGLE_TURN = "single_turn"
+OBSERVATION_ALLOWANCE_TOKENS = 64
+"""Room for the environment's text between two turns in a derived max_model_len; more is set by engine.max_model_len."""
+
+_DEVICE_FILES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One Ray placement bundle: what one part needs on one node."""
+
+    role: str
+    index: int
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """Everything that a run takes from its config indirectly. Counts are per step, tokens are tokens."""
+
+    device: Device
+    dtype: str
+    samples_per_step: int
+    minibatch_prompts: tuple[int, ...]
+    minibatch_samples: tuple[int, ...]
+    """Prompts (groups) and trajectories of each optimizer step of one batch."""
+    optimizer_steps: int
+    warmup_steps: int
+    old_logprobs: str
+    reference: str
+    """``none``, ``initial`` (the trainer's own copy) or ``actor``."""
+    max_new_tokens: int
+    max_model_len: int
+    max_model_len_reason: str
+    micro_batch_tokens: int
+    attention: str
+    engine_process: str
+    weight_transport: str
+    weight_backend: str
+    buffer_slots: int
+    engines: int
+    ranks: int
+    row_count: int | None
+    epochs: float | None
+    bundles: tuple[Bundle, ...]
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The sum of all bundles per resource."""
+        names = sorted({name for bundle in self.bundles for name in bundle.resources})
+        return {name: sum(bundle.resources.get(name, 0.0) for bundle in self.bundles) for name in names}
+
+
+def resolve_device(config: RunConfig) -> Device:
+    """``placement.device``; auto is gpu when this machine shows an NVIDIA device that CUDA_VISIBLE_DEVICES does not hide."""
+    if config.placement.device == "cpu":
+        return "cpu"
+    if config.placement.device == "gpu":
+        return "gpu"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    present = any(_DEVICE_FILES.glob("nvidia[0-9]*"))
+    return "gpu" if present and not hidden else "cpu"
+
+
+def resolve_dtype(config: RunConfig, device: Device) -> str:
+    """``model.dtype``; auto is float32 on CPU (bfloat16 is several times slower there) and bfloat16 on GPU."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def resolve_engine_process(config: RunConfig, device: Device) -> str:
+    """``engine.process``; auto is in_actor for a one-process engine on CPU, else separate."""
+    if config.engine.process != "auto":
+        return config.engine.process
+    return "in_actor" if device == "cpu" and config.engine.tensor_parallel == 1 else "separate"
+
+
+def resolve_attention(config: RunConfig, device: Device) -> str:
+    """``training.attention``; auto is flash on a GPU in bfloat16 where the package flash_attn is installed, else padded."""
+    if config.training.attention != "auto":
+        return config.training.attention
+    usable = device == "gpu" and resolve_dtype(config, device) == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
+    return "flash" if usable else "padded"
+
+
+def resolve_old_logprobs(config: RunConfig) -> str:
+    """``algorithm.old_logprobs``; auto is current when the ratio is 1 anyway, recompute at staleness 0, engine beyond it."""
+    algorithm = config.algorithm
+    if algorithm.old_logprobs != "auto":
+        return algorithm.old_logprobs
+    if config.schedule.max_staleness > 0:
+        return "engine"
+    return "current" if algorithm.minibatches == 1 else "recompute"
+
+
+def longest_continuation(config: RunConfig) -> int:
+    """The longest turn in tokens that training or evaluation samples."""
+    evaluation = config.evaluation.max_new_tokens if config.evaluation.every > 0 else None
+    return max(config.sampling.max_new_tokens, evaluation or 0)
+
+
+def needed_model_len(config: RunConfig) -> tuple[int, str]:
+    """The longest sequence in tokens that the prompt and the turns can make, and the sum in words."""
+    prompt, turn = config.data.max_prompt_tokens, longest_continuation(config)
+    if config.environment.name == SINGLE_TURN:
+        return prompt + turn, f"prompt {prompt} + continuation {turn}"
+    turns = config.environment.max_turns
+    between = max(0, turns - 1) * OBSERVATION_ALLOWANCE_TOKENS
+    return prompt + turns * turn + between, f"prompt {prompt} + {turns} turns of {turn} + {between} for observations"
+
+
+def micro_batch_problem(config: RunConfig) -> str | None:
+    """Why the longest sequence does not fit in one forward; None when it does."""
+    needed, reason = needed_model_len(config)
+    length = config.engine.max_model_len or needed
+    if config.training.micro_batch_tokens >= length:
+        return None
+    return (
+        f"training.micro_batch_tokens is {config.training.micro_batch_tokens}, but one sequence may have {length} tokens "
+        f"({'engine.max_model_len' if config.engine.max_model_len else reason}) and is never split over forwards; "
+        f"set training.micro_batch_tokens={length} or more, or shorten the sequences"
+    )
+
+
+def placement_bundles(config: RunConfig, device: Device) -> tuple[Bundle, ...]:
+    """One bundle a trainer rank, an engine and, if it is an actor, the reference.
+
+    Colocated on GPU an engine and its ``tensor_parallel`` trainer ranks share the GPUs of one bundle. On CPU colocated
+    only orders the phases, so the bundles are those of split.
+    """
+    placement, tensor_parallel = config.placement, config.engine.tensor_parallel
+
+    def bundle(role: str, index: int, cpus: float, gpus: int) -> Bundle:
+        return Bundle(role, index, {"CPU": cpus, "GPU": float(gpus)} if device == "gpu" else {"CPU": cpus})
+
+    if placement.mode == "colocated" and device == "gpu":
+        cpus = placement.engine_cpus + tensor_parallel * placement.trainer_cpus
+        bundles = [bundle("colocated", i, cpus, tensor_parallel) for i in range(config.engine.count)]
+    else:
+        bundles = [bundle("trainer", i, placement.trainer_cpus, 1) for i in range(config.training.ranks)]
+        bundles += [bundle("engine", i, placement.engine_cpus, tensor_parallel) for i in range(config.engine.count)]
+    if config.algorithm.kl_coefficient > 0 and config.algorithm.reference == "actor":
+        bundles.append(bundle("reference", 0, placement.trainer_cpus, 1))
+    return tuple(bundles)
+
+
+def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -> Derived:
+    """Work out every derived value; ``row_count`` is the number of training rows where it is known.
+
+    ``config`` should have passed :func:`rlpost.config.checks.check`. Raises :class:`ConfigError` when the longest sequence does not fit
+    in one micro-batch.
+    """
+    needed, reason = needed_model_len(config)
+    max_model_len = config.engine.max_model_len or needed
+    problem = micro_batch_problem(config)
+    if problem:
+        raise ConfigError(problem)
+    schedule, algorithm = config.schedule, config.algorithm
+    prompts = schedule.prompts_per_step // algorithm.minibatches
+    seen = schedule.steps * schedule.prompts_per_step
+    return Derived(
+        device=device,
+        dtype=resolve_dtype(config, device),
+        samples_per_step=schedule.prompts_per_step * algorithm.group_size,
+        minibatch_prompts=(prompts,) * algorithm.minibatches,
+        minibatch_samples=(prompts * algorithm.group_size,) * algorithm.minibatches,
+        optimizer_steps=schedule.steps * algorithm.minibatches,
+        warmup_steps=config.training.optimizer.warmup_steps,
+        old_logprobs=resolve_old_logprobs(config),
+        reference=algorithm.reference if algorithm.kl_coefficient > 0 else "none",
+        max_new_tokens=longest_continuation(config),
+        max_model_len=max_model_len,
+        max_model_len_reason="engine.max_model_len" if config.engine.max_model_len else reason,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        attention=resolve_attention(config, device),
+        engine_process=resolve_engine_process(config, device),
+        weight_transport="collective" if config.weights.transport == "auto" else config.weights.transport,
+        weight_backend=("gloo" if device == "cpu" else "nccl") if config.weights.backend == "auto" else config.weights.backend,
+        buffer_slots=(schedule.max_staleness + 1) * schedule.prompts_per_step,
+        engines=config.engine.count,
+        ranks=config.training.ranks,
+        row_count=row_count,
+        epochs=seen / row_count if row_count else None,
+        bundles=placement_bundles(config, device),
+    )
+
+
+def format_derived(derived: Derived) -> str:
+    """The derived values and the placement as two plain-text tables."""
+    d = derived
+    batch = f"{d.samples_per_step} samples, in {len(d.minibatch_samples)} optimizer step(s) of {d.minibatch_samples[0]}"
+    # Any greedy packing puts at least this many sequences into a row before one does not fit.
+    per_forward = d.micro_batch_tokens // d.max_model_len
+    forwards = sum(math.ceil(math.ceil(samples / d.ranks) / per_forward) for samples in d.minibatch_samples)
+    rows = [
+        ("device, dtype", f"{d.device}, {d.dtype}"),
+        ("batch of a step", batch),
+        ("micro-batches", f"{d.micro_batch_tokens} tokens; about {forwards} a rank and step if every sample is as long as it may be"),
+        ("optimizer steps", f"{d.optimizer_steps}, warm-up {d.warmup_steps}"),
+        ("training data", "rows not counted" if d.epochs is None else f"{d.row_count} rows, {d.epochs:.2f} epochs"),
+        ("longest sequence", f"{d.max_model_len} tokens ({d.max_model_len_reason})"),
+        ("old logprobs", d.old_logprobs),
+        ("reference", d.reference),
+        ("attention", d.attention),
+        ("rollout buffer", f"{d.buffer_slots} groups"),
+        ("engines", f"{d.engines}, vLLM's core {d.engine_process}"),
+        ("trainer ranks", str(d.ranks)),
+        ("weight sync", f"{d.weight_transport} over {d.weight_backend}"),
+    ]
+    lines = ["derived:"] + [f"  {name:<18}{value}" for name, value in rows]
+    return "\n".join([*lines, "", *_placement_lines(d)])
+
+
+def _placement_lines(derived: Derived) -> list[str]:
+    """One line for each kind of bundle, and the total."""
+    kinds: dict[tuple[str, tuple[tuple[str, float], ...]], int] = {}
+    for bundle in derived.bundles:
+        kind = (bundle.role, tuple(bundle.resources.items()))
+        kinds[kind] = kinds.get(kind, 0) + 1
+    names = list(derived.totals)
+    header = f"  {'part':<18}{'bundles':>8}" + "".join(f"{name + ' each':>12}" for name in names)
+    lines = ["placement:", header]
+    for (role, resources), count in kinds.items():
+        lines.append(f"  {role:<18}{count:>8}" + "".join(f"{dict(resources).get(name, 0.0):>12g}" for name in names))
+    total = "".join(f"{derived.totals[name]:>12g}" for name in names)
+    return [*lines, f"  {'total':<18}{len(derived.bundles):>8}{total}"]

@@ -1,0 +1,131 @@
+"""The embedded models and tasks: made here in seconds, so that a first run needs no download.
+
+``sort5``: ``sort 40913=`` -> ``01349``. ``calc``: ``37*4?`` and a newline; the model may call the tool (``calc 37*4``), read
+its answer and repeat it, or guess at once. The warm start imitates a teacher that is often wrong, so the reward starts low
+and reinforcement learning has something to lift.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpost.types import ConfigError
+
+EMBEDDED_PREFIX = "embedded:"
+RECIPE = "1"
+"""Part of the cache directory's name: raise it when anything changes what a build gives."""
+
+HELD_OUT_SHARE = 8
+"""One of this many items is held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """An embedded model: its architecture, and the supervised warm start (None: random weights)."""
+
+    description: str
+    architecture: dict[str, int]
+    task: str | None = None
+    steps: int = 0
+    seed: int = 0
+
+
+TINY = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 192,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536,
+}  # fmt: skip
+MICRO = {
+    "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256,
+}  # fmt: skip
+
+RECIPES = {
+    "tiny-sort5": Recipe(description="0.1 M parameters, warm-started on sort5", architecture=TINY, task="sort5", steps=300),
+    "tiny-calc": Recipe(description="0.1 M parameters, warm-started on calc", architecture=TINY, task="calc", steps=500),
+    "tiny-random": Recipe(description="0.1 M parameters, random weights (tests)", architecture=TINY),
+    "random-0.6m": Recipe(description="0.6 M parameters, random weights (benchmarks)", architecture=MICRO),
+    "random-25m": Recipe(description="25 M parameters, random weights (benchmarks)", architecture=SMALL),
+}
+EMBEDDED_MODELS = {name: recipe.description for name, recipe in RECIPES.items()}
+
+
+def cache_root() -> Path:
+    """Where built models live: $RLPOST_CACHE, or ~/.cache/rlpost."""
+    return Path(os.environ.get("RLPOST_CACHE") or "~/.cache/rlpost").expanduser() / "models"
+
+
+def model_path(name: str) -> Path:
+    """Where the embedded model ``name`` is or will be. Raises ConfigError for an unknown name."""
+    if name not in RECIPES:
+        raise ConfigError(f"no embedded model {name!r}; there are: {', '.join(sorted(RECIPES))}")
+    return cache_root() / f"{name}-r{RECIPE}"
+
+
+def build(name: str) -> Path:
+    """The directory of the embedded model ``name``, built on first use in a process of its own (the caller needs no torch)."""
+    path = model_path(name)
+    if not (path / "config.json").exists():
+        command = [sys.executable, "-m", "rlpost.models.warm_start", name]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise ConfigError(f"building embedded model {name!r} failed with exit code {done.returncode}; its output is above")
+    return path
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def _sort5(rng: random.Random) -> dict[str, Any]:
+    digits = "".join(rng.choice("0123456789") for _ in range(5))
+    return {"prompt": f"sort {digits}=", "answer": "".join(sorted(digits))}
+
+
+def _calc(rng: random.Random) -> dict[str, Any]:
+    left, right = rng.randint(10, 99), rng.randint(2, 9)
+    return {"prompt": f"{left}*{right}?\n", "answer": str(left * right), "expression": f"{left}*{right}"}
+
+
+TASKS: dict[str, Callable[[random.Random], dict[str, Any]]] = {"sort5": _sort5, "calc": _calc}
+ROWS = {"sort5": 8000, "calc": 900}
+"""Items drawn of each task before duplicates are removed (calc has 720 in all)."""
+
+
+def embedded_rows(name: str) -> list[dict[str, Any]]:
+    """Rows of ``TASK`` (training) or ``TASK-heldout``; the two share no prompt. Raises ConfigError for an unknown name."""
+    task, held_out = name.removesuffix("-heldout"), name.endswith("-heldout")
+    if task not in TASKS:
+        names = ", ".join(f"{t}, {t}-heldout" for t in TASKS)
+        raise ConfigError(f"no embedded data {name!r}; there are: {names}")
+    rng = random.Random(f"rlpost-{task}")
+    rows = {row["prompt"]: row for row in (TASKS[task](rng) for _ in range(ROWS[task]))}
+    return [row for index, row in enumerate(rows.values()) if (index % HELD_OUT_SHARE == 0) == held_out]
+
+
+def sloppy_sort5(row: dict[str, Any], rng: random.Random) -> list[tuple[str, bool]]:
+    """The warm start's teacher for sort5: right 30 % of the time, else two neighbours are swapped.
+
+    Returns pieces of text and whether the model is to learn them (end token included).
+    """
+    answer = row["answer"]
+    if rng.random() >= 0.3:
+        place = rng.randrange(4)
+        answer = answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+    return [(row["prompt"], False), (answer, True)]
+
+
+def sloppy_calc(row: dict[str, Any], rng: random.Random) -> list[tuple[str, bool]]:
+    """The warm start's teacher for calc: uses the tool 50 % of the time, else guesses a near number."""
+    if rng.random() < 0.5:
+        return [(row["prompt"], False), (f"calc {row['expression']}", True), (row["answer"] + "\n", False), (row["answer"], True)]
+    return [(row["prompt"], False), (str(int(row["answer"]) + rng.choice([-10, -2, -1, 1, 2, 10])), True)]
+
+
+TEACHERS = {"sort5": sloppy_sort5, "calc": sloppy_calc}

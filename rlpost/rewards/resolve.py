@@ -1,0 +1,60 @@
+"""From the ``rewards`` section of the configuration to checked functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlpost.plugins import resolve
+from rlpost.rewards.signature import BoundReward, check_signature
+from rlpost.types import ConfigError
+
+if TYPE_CHECKING:
+    from rlpost.config.schema import RewardConfig
+
+ENTRY_POINT_GROUP = "rlpost.rewards"
+
+CATALOGUE: Mapping[str, str] = {
+    "exact_match": "rlpost.rewards.builtin:exact_match",
+    "numeric_match": "rlpost.rewards.builtin:numeric_match",
+    "regex_match": "rlpost.rewards.builtin:regex_match",
+    "format": "rlpost.rewards.builtin:tag_format",
+    "length_penalty": "rlpost.rewards.builtin:length_penalty",
+    "math_verify": "rlpost.rewards.mathematics:math_verify",
+}
+"""Built-in rewards: name in the configuration, and where the function is."""
+
+
+def resolve_reward(spec: str) -> Any:
+    """The object that ``spec`` names (see rlpost.plugins); raises ConfigError. Its signature is not checked here."""
+    return resolve(spec, kind="reward", group=ENTRY_POINT_GROUP, catalogue=CATALOGUE)
+
+
+def reward_name(config: RewardConfig) -> str:
+    """The reward's name in metrics and parts: ``name`` of the configuration, else the last part of ``function``."""
+    return config.name or config.function.rpartition(":")[2]
+
+
+def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
+    """Names in order. Raises ConfigError when two rewards have the same one."""
+    names = [reward_name(config) for config in configs]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            first = names.index(name)
+            raise ConfigError(f"rewards[{first}] and rewards[{position}] are both named {name!r}; set rewards[{position}].name.")
+    return names
+
+
+def load_rewards(configs: Sequence[RewardConfig], field_names: Collection[str] | None = None) -> list[BoundReward]:
+    """Import, check and bind every configured function, in this process. Raises ConfigError.
+
+    ``field_names`` are the columns of the data besides the prompt (``Prompt.fields``); None skips what needs them.
+    """
+    names = reward_names(configs)
+    rewards = []
+    for position, (config, name) in enumerate(zip(configs, names, strict=True)):
+        try:
+            rewards.append(check_signature(resolve_reward(config.function), field_names, config.options, name))
+        except ConfigError as error:
+            raise ConfigError(f"rewards[{position}]: {error}") from error
+    return rewards

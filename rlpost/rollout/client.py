@@ -1,0 +1,106 @@
+"""The driver's handle of one engine actor: each request is awaited by itself, the calls to the actor are few.
+
+Requests made in the same turn of the event loop travel in one call; one long poll brings back all that finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError
+
+POLL_S = 10.0
+"""One long poll's length; the actor answers as soon as something finished."""
+
+POLL_GRACE_S = 60.0
+"""An engine that does not answer a poll this long after its end is lost (an engine step or a weight update is far shorter)."""
+
+
+class EngineLostError(InfrastructureError):
+    """The engine's process is gone or silent; its requests can be made again elsewhere."""
+
+
+class EngineClient:
+    """Requests to one engine. After :class:`EngineLostError` a new client is needed."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self.actor = name, actor
+        self._queued: list[GenerateRequest] = []
+        self._waiting: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._work = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.lost: EngineLostError | None = None
+        self._start(self._pump())
+
+    def _start(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> GenerateResult:
+        """Sample one continuation. Raises EngineLostError, or InfrastructureError after ``timeout_s``."""
+        if self.lost is not None:
+            raise self.lost
+        future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = future
+        self._queued.append(request)
+        if len(self._queued) == 1:
+            asyncio.get_running_loop().call_soon(lambda: self._start(self._flush()))
+        self._work.set()
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            self._start(self._abort(request.request_id))
+            raise InfrastructureError(
+                f"{self.name} did not finish request {request.request_id} within {timeout_s:.0f} s (engine.request_timeout_s)"
+            ) from None
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    async def _flush(self) -> None:
+        batch, self._queued = self._queued, []
+        if batch:
+            try:
+                await self.actor.submit.remote(batch)
+            except Exception as error:  # noqa: BLE001 - any failure of the call means that the engine is gone
+                self._lose(error)
+
+    async def _abort(self, request_id: str) -> None:
+        try:
+            await self.actor.abort.remote([request_id])
+        except Exception as error:  # noqa: BLE001 - see _flush
+            self._lose(error)
+
+    async def _pump(self) -> None:
+        try:
+            while self.lost is None:
+                if not self._waiting:
+                    self._work.clear()
+                    await self._work.wait()
+                for result in await asyncio.wait_for(_resolve(self.actor.collect.remote(POLL_S)), POLL_S + POLL_GRACE_S):
+                    future = self._waiting.get(result.request_id)
+                    if future is not None and not future.done():
+                        future.set_result(result)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it reaches every waiting request
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        if self.lost is None:
+            cause = getattr(error, "cause", None) or error
+            self.lost = EngineLostError(f"{self.name} is lost: {type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}")
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self.lost)
+
+    async def close(self) -> None:
+        """Stop polling; requests still waiting are cancelled."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _resolve(ref: Any) -> Any:
+    return await ref

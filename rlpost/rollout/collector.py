@@ -1,0 +1,225 @@
+"""Keeps the buffer full: prompts -> groups of episodes -> rewards -> buffer, in the background.
+
+Ends only by :meth:`close` or with an error, and the error reaches whoever waits for a batch at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rlpost.environments.protocol import Environment
+from rlpost.rollout.buffer import StalenessBuffer
+from rlpost.rollout.episode import EpisodeLimits, Generate, TokenCodec, run_episode
+from rlpost.types import Group, InfrastructureError, Prompt, RewardItem, RewardOutcome, SamplingSettings, Trajectory
+
+Score = Callable[[Sequence[RewardItem]], Awaitable[Sequence[RewardOutcome]]]
+
+
+class Cursor(Protocol):
+    """An endless stream of prompt indices."""
+
+    def next(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Everything a group needs besides its prompt."""
+
+    group_size: int
+    seed: int | None
+    sampling: SamplingSettings
+    limits: EpisodeLimits
+    make_environment: Callable[[], Environment]
+    generate: Generate
+    codec: TokenCodec
+    score: Score | None
+
+
+def sample_seed(run_seed: int, group: str, sample: int) -> int:
+    """A seed for one sample that depends on nothing but the run's seed, the group and the sample: the same after a resume."""
+    digest = hashlib.blake2b(f"{run_seed}/{group}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (1 << 31)
+
+
+async def run_group(plan: RolloutPlan, prompt: Prompt, group_id: str, index: int, on_generated: Callable[[], None] | None = None) -> Group:
+    """Play all episodes of one prompt and score them. Raises only infrastructure errors."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(
+                run_episode(
+                    prompt=prompt,
+                    group_id=group_id,
+                    sample=sample,
+                    seed=None if plan.seed is None else sample_seed(plan.seed, group_id, sample),
+                    make_environment=plan.make_environment,
+                    generate=plan.generate,
+                    codec=plan.codec,
+                    sampling=plan.sampling,
+                    limits=plan.limits,
+                )
+            )
+            for sample in range(plan.group_size)
+        ]
+    trajectories = [task.result() for task in running]
+    if on_generated is not None:
+        on_generated()
+    if plan.score is not None:
+        trajectories = await _scored(plan.score, plan.codec, prompt, trajectories)
+    return Group(group_id=group_id, index=index, prompt=prompt, trajectories=tuple(trajectories))
+
+
+async def _scored(score: Score, codec: TokenCodec, prompt: Prompt, trajectories: list[Trajectory]) -> list[Trajectory]:
+    text = prompt.text if prompt.text is not None else codec.decode(prompt.tokens)
+    scorable = [t for t in trajectories if t.failure is None]
+    items = [
+        RewardItem(
+            trajectory_id=t.trajectory_id,
+            prompt_id=t.prompt_id,
+            prompt=text,
+            completion=t.completion,
+            fields=prompt.fields,
+            tokens=t.sampled_tokens,
+            truncated=t.truncated,
+        )
+        for t in scorable
+    ]
+    outcomes = {outcome.trajectory_id: outcome for outcome in await score(items)}
+    return [_with_outcome(t, outcomes[t.trajectory_id]) if t.trajectory_id in outcomes else t for t in trajectories]
+
+
+def _with_outcome(trajectory: Trajectory, outcome: RewardOutcome) -> Trajectory:
+    """The environment's reward, if any, and the functions' are added; a failed function leaves no reward at all."""
+    value = outcome.value
+    if value is not None and trajectory.reward is not None:
+        value += trajectory.reward
+    return replace(
+        trajectory,
+        reward=value,
+        reward_parts={**trajectory.reward_parts, **outcome.parts},
+        reward_metrics={**trajectory.reward_metrics, **outcome.metrics},
+        failure=outcome.failure,
+    )
+
+
+class Collector:
+    """Dispatches groups as the buffer allows and puts them in when they are scored."""
+
+    def __init__(self, plan: RolloutPlan, prompts: Sequence[Prompt], cursor: Cursor, buffer: StalenessBuffer) -> None:
+        self.plan, self.prompts, self.cursor, self.buffer = plan, prompts, cursor, buffer
+        self.rows: dict[int, tuple[int, int]] = {}
+        """(epoch, prompt index) of each outstanding group, for the checkpoint."""
+        self.generated_at = 0.0
+        """When the last group's generation ended (perf_counter); what comes after it is waiting for rewards."""
+        self.busy_s = 0.0
+        """Seconds, not yet taken, in which at least one group was being generated."""
+        self._busy_since: float | None = None
+        self._generating = 0
+        self._changed = asyncio.Event()
+        self._groups: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    def resume(self, rows: dict[int, tuple[int, int]]) -> None:
+        """Dispatch groups again that a former run had not finished."""
+        for index, row in sorted(rows.items()):
+            self.buffer.dispatch(index)
+            self._start(index, row)
+
+    def fill(self) -> None:
+        """Dispatch as many groups as the staleness bound allows now. Called at the start and after every version."""
+        while self._failure is None and self.buffer.may_dispatch():
+            row = self.cursor.next()
+            self._start(self.buffer.dispatch(), row)
+
+    def _start(self, index: int, row: tuple[int, int]) -> None:
+        self.rows[index] = row
+        task = asyncio.create_task(self._run(index, row))
+        self._groups.add(task)
+        task.add_done_callback(self._ended)
+
+    async def _run(self, index: int, row: tuple[int, int]) -> None:
+        epoch, prompt_index = row
+        if self._generating == 0:
+            self._busy_since = time.perf_counter()
+        self._generating += 1
+        counted = True
+
+        def generated() -> None:
+            nonlocal counted
+            counted = False
+            self._generating -= 1
+            self.generated_at = time.perf_counter()
+            if self._generating == 0 and self._busy_since is not None:
+                self.busy_s += self.generated_at - self._busy_since
+                self._busy_since = None
+
+        try:
+            group = await run_group(self.plan, self.prompts[prompt_index], f"{index:08d}-{epoch}-{prompt_index}", index, generated)
+        finally:
+            if counted:
+                generated()
+        self.buffer.put(group)
+        self._changed.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._groups.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and self._failure is None:
+            self._failure = error
+            self._changed.set()
+
+    def take_busy_s(self) -> float:
+        """Seconds since the last call in which at least one group was being generated."""
+        now = time.perf_counter()
+        if self._busy_since is not None:
+            self.busy_s += now - self._busy_since
+            self._busy_since = now
+        seconds, self.busy_s = self.busy_s, 0.0
+        return seconds
+
+    async def take(self, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> list[Group] | None:
+        """The next batch. None as soon as ``interrupted()`` holds (it is asked whenever something changed, and each second).
+
+        Raises what ended a group, or InfrastructureError after ``timeout_s`` naming the groups that are missing.
+        """
+        deadline = time.perf_counter() + timeout_s
+        while not self.buffer.ready():
+            if self._failure is not None:
+                raise _first(self._failure)
+            if interrupted():
+                return None
+            if time.perf_counter() > deadline:
+                missing = sorted(set(self.buffer.outstanding) - set(self.buffer.finished))
+                raise InfrastructureError(
+                    f"no full batch within {timeout_s:.0f} s (schedule.rollout_timeout_s): {len(self.buffer.finished)} groups finished, "
+                    f"waiting for groups {missing[:8]}{' ...' if len(missing) > 8 else ''}"
+                )
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(1.0, max(0.01, deadline - time.perf_counter())))
+            except TimeoutError:
+                continue
+        batch = self.buffer.take()
+        for group in batch:
+            self.rows.pop(group.index)
+        return batch
+
+    async def close(self) -> None:
+        """Cancel what is running."""
+        groups: list[Any] = list(self._groups)
+        for task in groups:
+            task.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error inside an ExceptionGroup that a task group made of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

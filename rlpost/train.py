@@ -1,0 +1,129 @@
+"""``python -m rlpost.train config=NAME_OR_PATH key=value ...``: train, or check everything with ``--dry-run``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rlpost.config.checks import check
+from rlpost.config.derive import derive, format_derived, resolve_device
+from rlpost.config.help import format_help
+from rlpost.config.load import LoadedConfig, load_config
+from rlpost.types import ConfigError, RlpostError
+
+EXIT_OK, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
+"""75 (EX_TEMPFAIL): stopped by a signal after saving; run the same command with resume=auto."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in words or "-h" in words:
+        print(format_help())
+        return EXIT_OK
+    dry = "--dry-run" in words
+    unknown = [word for word in words if word.startswith("-") and word != "--dry-run"]
+    try:
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]}; there are --dry-run and --help, everything else is key=value")
+        loaded = load_config([word for word in words if not word.startswith("-")])
+        warnings = check(loaded.config)
+        if dry:
+            return dry_run(loaded, warnings)
+        return train(loaded, warnings)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except RlpostError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def dry_run(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
+    """Every check that needs no cluster, then the resolved config, the derived values and the placement."""
+    from rlpost.driver.preflight import preflight
+
+    rows, more = preflight(loaded.config)
+    derived = derive(loaded.config, device=resolve_device(loaded.config), row_count=rows)
+    print(loaded.yaml)
+    print(format_derived(derived))
+    for warning in [*warnings, *more]:
+        print(f"warning: {warning}")
+    print("dry run: everything checked, nothing started")
+    return EXIT_OK
+
+
+def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
+    """Load inputs, start Ray and all parts, run the loop. The last line printed is ``run: DIRECTORY``."""
+    from rlpost.driver.run_directory import CONFIG_FILE, open_run
+    from rlpost.driver.setup import load_inputs
+    from rlpost.observe import Console, make_trackers, setup_logging
+
+    config = loaded.config
+    inputs = load_inputs(config)
+    derived = derive(config, device=resolve_device(config), row_count=len(inputs.prompts))
+    run = open_run(config)
+    (run.path / CONFIG_FILE if run.checkpoint is None else run.path / f"config-resumed-{run.checkpoint.name}.yaml").write_text(loaded.yaml)
+    console = Console(steps=config.schedule.steps, run_dir=run.path)
+    setup_logging(run.path, "INFO", console)
+    try:
+        for line in format_derived(derived).splitlines():
+            logging.getLogger("rlpost").info(line)
+        for warning in [*warnings, *run.warnings]:
+            console.warning(warning)
+        if inputs.dropped:
+            console.warning(f"{inputs.dropped} prompts longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped")
+        if run.checkpoint is not None:
+            console.message(f"resuming {run.path} from {run.checkpoint.name}")
+        names = config.observe.trackers
+        with make_trackers(
+            names, run.path, config={"yaml": loaded.yaml}, project=config.observe.wandb_project, run_name=config.name, console=console
+        ) as trackers:
+            stopped = asyncio.run(_run(config, derived, inputs, run.path, run.checkpoint, console, trackers))
+    finally:
+        console.close()
+    print(f"run: {run.path}", flush=True)
+    return EXIT_STOPPED if stopped else EXIT_OK
+
+
+async def _run(config, derived, inputs, path: Path, checkpoint, console, trackers) -> bool:  # type: ignore[no-untyped-def]
+    """Everything between the cluster's start and its end; True when a signal stopped the run early."""
+    from rlpost.driver import setup
+    from rlpost.driver.online import OnlineRun
+    from rlpost.observe import PhaseClock
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def request_stop() -> None:
+        if stop.is_set():  # the second signal ends at once
+            os._exit(EXIT_FAILED)
+        stop.set()
+        console.warning("stopping after this step and saving; once more ends at once")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, request_stop)
+    where = setup.connect(config)
+    async with AsyncExitStack() as stack:
+        stack.callback(setup.close_session)
+        console.message(f"Ray on {where['where']}")
+        parts = await setup.start_parts(config, derived, inputs, path, stack, console.message)
+        size = parts.reports["trainer"]
+        console.message(f"model of {size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained; all parts are up")
+        clock = PhaseClock(on_change=console.phase)
+        run = OnlineRun(
+            config=config, derived=derived, inputs=inputs, parts=parts, run_dir=path, clock=clock, console=console, trackers=trackers, stop=stop
+        )
+        stack.push_async_callback(run.collector.close)
+        await run.run(checkpoint)
+        return stop.is_set() and run.step < config.schedule.steps
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Load a Hugging Face causal model, shard it with FSDP2, and make its forward return logprobs.
+
+Only rank 0 reads the files; the others start on the meta device and receive their shards, so a node holds one full copy
+for a moment and no more.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlpost.config.schema import TrainingConfig
+from rlpost.training import attention
+from rlpost.training.logprob import target_logprob
+from rlpost.training.packing import MicroBatch
+from rlpost.types import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOutput:
+    """What the model says of the targets of one micro-batch, both ``[targets]`` in float32."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+def load_policy(
+    path: str, *, config: TrainingConfig, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device, attention_name: str, trust_remote_code: bool
+) -> Any:
+    """The model at ``path``, sharded over ``mesh`` with float32 master weights, forward in ``dtype``.
+
+    Calling it with a MicroBatch and a temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    attention.register()
+    implementation = attention.PADDED if attention_name == "padded" else "flash_attention_2"
+    source = None
+    try:
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if mesh.get_rank() == 0:
+            source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path!r} cannot be loaded as a causal language model: {error}") from error
+    model_config._attn_implementation = implementation
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    freeze(model, config.trainable)
+    patch_forward(model, config.logprob_chunk_tokens, device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    model.to_empty(device=device)
+    scatter_weights(model, source, device)
+    model.train()
+    return model
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The repeated blocks of the model: the elements of its longest module list."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+def freeze(model: Any, trainable: str) -> None:
+    """Leave only parameters whose name matches ``trainable`` (a regular expression, or ``all``) with gradients."""
+    if trainable == "all":
+        return
+    pattern = re.compile(trainable)
+    names = [name for name, _ in model.named_parameters()]
+    if not any(pattern.search(name) for name in names):
+        raise ConfigError(f"training.trainable={trainable!r} matches no parameter; names look like {names[0]!r}, {names[-1]!r}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(pattern.search(name)))
+
+
+def patch_forward(model: Any, chunk: int, device: torch.device) -> None:
+    """Replace the model's forward before sharding, so that the output layer is used inside the sharded root."""
+
+    def forward(self: Any, micro: MicroBatch, temperature: float) -> TargetOutput:
+        row = micro if len(micro.lengths) else dummy_row()
+        positions = torch.from_numpy(row.positions).to(device)[None]
+        if self.config._attn_implementation == attention.PADDED:
+            packed: dict[str, Any] = {"packed_layout": attention.PackedLayout.of(row.lengths, device)}
+        else:
+            packed = attention.flash_arguments(row.lengths, device)
+        hidden = self.model(
+            input_ids=torch.from_numpy(row.tokens).to(device)[None], position_ids=positions, use_cache=False, **packed
+        ).last_hidden_state[0]
+        hidden = hidden.index_select(0, torch.from_numpy(row.predictor).to(device))
+        target = torch.from_numpy(row.target).to(device)
+        logprobs, entropy = target_logprob(hidden, self.lm_head.weight, target, temperature, chunk)
+        count = len(micro.target)
+        return TargetOutput(logprobs=logprobs[:count], entropy=entropy[:count])
+
+    model.forward = types.MethodType(forward, model)
+
+
+def dummy_row() -> MicroBatch:
+    """Two tokens that an empty micro-batch runs, so that collectives stay in step; the caller gives them no weight."""
+    import numpy as np
+
+    one = np.zeros(1, np.int64)
+    return MicroBatch(
+        tokens=np.zeros(2, np.int64), positions=np.arange(2), lengths=np.array([2]), predictor=one, target=one, sequence=one,
+        weight=np.zeros(1, np.float32), advantage=np.zeros(1, np.float32), engine_logprobs=np.zeros(1, np.float32),
+        old_logprobs=None, reference_logprobs=None, members=(),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def scatter_weights(model: Any, source: Any | None, device: torch.device) -> None:
+    """Give every rank its shards of rank 0's ``source``, and rank 0's buffers (also those that no checkpoint holds)."""
+    parameters = dict(source.named_parameters()) if source is not None else {}
+    buffers = dict(source.named_buffers()) if source is not None else {}
+    for name, parameter in model.named_parameters():
+        shape, dtype = parameter.shape, parameter.dtype
+        full = parameters[name].detach().to(device, dtype) if source is not None else torch.empty(shape, dtype=dtype, device=device)
+        if isinstance(parameter, DTensor):
+            parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=0))
+        else:
+            dist.broadcast(full, src=0)
+            parameter.copy_(full)
+    for name, buffer in model.named_buffers():
+        if source is not None:
+            buffer.copy_(buffers[name].to(device, buffer.dtype))
+        dist.broadcast(buffer, src=0)
+
+
+def full_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Names and (possibly sharded) parameters in a fixed order; a tied output layer appears once."""
+    # After a forward without backward the root stays gathered: its parameters would be plain tensors on every rank.
+    model.reshard()
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]

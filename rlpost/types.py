@@ -1,0 +1,249 @@
+"""The records that cross a boundary between two packages.
+
+Every record is frozen and keyword-only. Token arrays are one-dimensional numpy arrays of equal length
+``[tokens]`` unless the docstring says otherwise. Worked example, a tool-use trajectory of 9 tokens:
+
+    tokens     [ p   p   p   a   a   o   o   b   b ]     p = prompt, a, b = sampled, o = observation
+    trainable  [ 0   0   0   1   1   0   0   1   1 ]     true exactly for sampled tokens
+    logprobs   [nan nan nan -.1 -.7 nan nan -.2 -.3]     of the distribution really sampled from
+    versions   [-1  -1  -1   4   4  -1  -1   4   5 ]     policy version that sampled each token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+NOT_SAMPLED_VERSION = -1
+"""``Trajectory.versions`` of a token that no engine sampled."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class RlpostError(Exception):
+    """An error whose message alone tells the user what was found, expected, and what to change."""
+
+
+class ConfigError(RlpostError):
+    """The configuration or an input that it names cannot work. Raised before Ray starts; exit code 2."""
+
+
+class InfrastructureError(RlpostError):
+    """A part of the cluster (engine, rank, node) failed or did not answer within its deadline."""
+
+
+class DataFailureError(RlpostError):
+    """An episode or reward failed because of its data: the trajectory is marked, the run goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One task item. Exactly one of ``text`` and ``messages`` is set.
+
+    ``fields`` are the row's other columns (answer, test cases ...); rewards and environments read them.
+    ``tokens`` is filled once by the data package; nothing tokenises the prompt again.
+    """
+
+    prompt_id: str
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tokens: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How an engine samples. ``temperature`` 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One continuation to sample. ``session`` is what the router keeps on one engine (the group)."""
+
+    request_id: str
+    tokens: Sequence[int]
+    sampling: SamplingSettings
+    seed: int | None = None
+    session: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What an engine sampled: ``tokens``, ``logprobs``, ``versions`` are ``[new tokens]``.
+
+    ``cached_tokens`` of the ``prompt_tokens`` were served by the engine's prefix cache.
+    """
+
+    request_id: str
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardItem:
+    """What a reward function sees of one finished trajectory. ``completion`` is all text after the prompt."""
+
+    trajectory_id: str
+    prompt_id: str
+    prompt: str
+    completion: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+    truncated: bool = False
+
+
+FailureKind = Literal["raised", "timeout", "not_a_number", "wrong_type", "worker_died", "not_scorable", "environment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A data failure: where it happened (a function's name), what it was, and a traceback if there is one.
+
+    ``not_scorable`` is no fault: the reward function answered None.
+    """
+
+    kind: FailureKind
+    where: str
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOutcome:
+    """The weighted sum of all rewards, or None when any of them failed or answered None (never 0 for a failure)."""
+
+    trajectory_id: str
+    value: float | None
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One episode of one prompt. Arrays ``[tokens]``; see the module's worked example.
+
+    ``trainable[t]`` is true exactly where an engine sampled token t, and there ``logprobs[t]`` and
+    ``versions[t]`` are that engine's. ``reward`` is None when it could not be scored; such a trajectory
+    has no gradient and is not in its group's baseline.
+    """
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    tokens: np.ndarray
+    trainable: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    prompt_length: int
+    turns: int = 1
+    truncated: bool = False
+    completion: str = ""
+    prompt_tokens_requested: int = 0
+    prompt_tokens_cached: int = 0
+    reward: float | None = None
+    reward_parts: Mapping[str, float | None] = field(default_factory=dict)
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name in ("trainable", "logprobs", "versions"):
+            if len(getattr(self, name)) != length:
+                raise AssertionError(f"{self.trajectory_id}: {name} has {len(getattr(self, name))} entries for {length} tokens")
+        if bool(np.any((self.versions >= 0) != self.trainable)):
+            raise AssertionError(f"{self.trajectory_id}: trainable must hold exactly where a policy version is known")
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that an engine sampled (tool and prompt tokens do not count)."""
+        return int(self.trainable.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest policy version among the sampled tokens; -1 when nothing was sampled."""
+        return int(self.versions[self.trainable].min()) if self.sampled_tokens else NOT_SAMPLED_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All trajectories of one prompt in one step, tied by ``group_id``. ``index`` counts dispatched groups."""
+
+    group_id: str
+    index: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """One trajectory as the trainer sees it: what each token is worth, blind to the algorithm. Arrays ``[tokens]``.
+
+    ``weight`` is the token's share in the loss (0 where nothing is trained), ``advantage`` its advantage,
+    ``old_logprobs`` the denominator of the importance ratio (None: the current policy itself, ratio 1).
+    """
+
+    trajectory_id: str
+    tokens: np.ndarray
+    trainable: np.ndarray
+    weight: np.ndarray
+    advantage: np.ndarray
+    engine_logprobs: np.ndarray
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossComponent:
+    """One summand of the loss: ``coefficient * sum(weight * term) / denominator``. ``term`` names one of algorithms.losses.LOSS_TERMS."""
+
+    term: str
+    coefficient: float = 1.0
+    parameters: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsManifest:
+    """What one weight sync moves: names, shapes and dtypes in order, and the fingerprint of all of it."""
+
+    version: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    buckets: tuple[tuple[int, int], ...]
+    """Half-open ranges of tensor indices; each bucket is sent as one flat buffer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncAcknowledgement:
+    """An engine's proof of what it loaded."""
+
+    engine: str
+    version: int
+    fingerprint: str
+    tensors: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one committed weight sync cost."""
+
+    version: int
+    mode: str
+    bytes: int
+    seconds: float
+    paused_s: float
+    fingerprint: str
