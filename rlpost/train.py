@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 from rlpost.config.checks import check
@@ -82,9 +82,10 @@ def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
         if run.checkpoint is not None:
             console.message(f"resuming {run.path} from {run.checkpoint.name}")
         names = config.observe.trackers
-        with make_trackers(
+        made = make_trackers(
             names, run.path, config={"yaml": loaded.yaml}, project=config.observe.wandb_project, run_name=config.name, console=console
-        ) as trackers:
+        )
+        with closing(made) as trackers:
             stopped = asyncio.run(_run(config, derived, inputs, run.path, run.checkpoint, console, trackers))
     finally:
         console.close()
