@@ -235,6 +235,7 @@ class SyncAcknowledgement:
     version: int
     fingerprint: str
     tensors: int
+    peak_memory_gib: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,3 +248,5 @@ class SyncReport:
     seconds: float
     paused_s: float
     fingerprint: str
+    engine_peak_memory_gib: float = 0.0
+    """Largest peak among the engines."""

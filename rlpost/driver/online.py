@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,7 @@ class OnlineRun:
 
     def _note(self, report: SyncReport) -> None:
         self.record.update({"sync/bytes": report.bytes, "sync/seconds": report.seconds, "sync/paused_s": report.paused_s})
+        self.record["memory/engine_peak_gib"] = report.engine_peak_memory_gib
 
     # ---- evaluation, checkpoints, reports --------------------------------------------------------------------------
 
@@ -247,6 +249,7 @@ class OnlineRun:
         if (self.step - 1) % self.config.observe.rollouts_every == 0:
             self.rollouts.write(self.step, groups)
         record = {"step": self.step, "policy_version": self.step, **self.clock.finish_step(), **self.record}
+        record["memory/driver_peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         record["engine/restarts"] = self.parts.engines.restarts
         self.record = {}
         self.trackers.log(record, self.step)

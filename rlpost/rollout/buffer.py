@@ -5,11 +5,12 @@ sampled before version s - k. Two rules give that:
 
 1. A group may be dispatched at version v only while fewer than (v + k + 1) * P groups were dispatched in all. So at most
    (k + 1) * P groups are unfinished or waiting at any time.
-2. Step s first takes every group dispatched at version s - k or earlier, waiting for those that are not finished, and fills
-   up with later ones in the order in which they finished.
+2. Step s takes P finished groups, and for each j from 0 to k leaves at most j * P of those dispatched at version s - k + j or
+   earlier, for these can only be taken by it and the next j steps. Within that, groups go in the order in which they finished.
 
-By rule 1 at most (s + 1) * P groups were dispatched at version s - k or earlier, and s * P of them are consumed, so those
-that rule 2 insists on always fit into the batch. A token's version is at least its group's dispatch version.
+With j = 0 rule 2 leaves none at version s - k or earlier, so no token is too old: its version is at least its group's dispatch
+version. And P picks are always enough: for j < k, step s - 1 left at most (j + 1) * P (its rule 2 with j + 1), and for j = k
+rule 1 allowed (s + k + 1) * P groups, of which s * P are taken; the sets are nested, so picks for one j count for the next.
 """
 
 from __future__ import annotations
@@ -58,23 +59,38 @@ class StalenessBuffer:
             raise StalenessError(f"group {group.index} was put twice or never dispatched")
         self.finished[group.index] = group
 
-    def _due(self) -> list[int]:
-        return [index for index, version in self.outstanding.items() if version <= self.version - self.max_staleness]
+    def _choose(self) -> list[int] | None:
+        """The groups of the next batch by rule 2; None while too few of those that it needs are finished."""
+        chosen: dict[int, None] = {}
+        for later in range(self.max_staleness + 1):
+            limit = self.version - self.max_staleness + later
+            needed = sum(version <= limit for version in self.outstanding.values()) - later * self.prompts_per_step
+            if needed > self.prompts_per_step:
+                raise StalenessError(
+                    f"step {self.version} would have to take {needed} groups of version {limit} or earlier, more than prompts_per_step="
+                    f"{self.prompts_per_step}, to keep max_staleness={self.max_staleness}"
+                )
+            for index in self.finished:  # in the order in which they finished
+                if len(chosen) >= needed:
+                    break
+                if self.outstanding[index] <= limit:
+                    chosen[index] = None
+            if len(chosen) < needed:
+                return None
+        for index in self.finished:
+            if len(chosen) < self.prompts_per_step:
+                chosen[index] = None
+        return list(chosen) if len(chosen) == self.prompts_per_step else None
 
     def ready(self) -> bool:
         """Whether the next batch can be taken (rule 2)."""
-        return len(self.finished) >= self.prompts_per_step and all(index in self.finished for index in self._due())
+        return self._choose() is not None
 
     def take(self) -> list[Group]:
         """The next batch, ordered by group index. Only when :meth:`ready`; asserts the bound on every token."""
-        due = self._due()
-        if not self.ready() or len(due) > self.prompts_per_step:
-            raise StalenessError(f"take() with {len(self.finished)} finished and {len(due)} due groups")
-        chosen = set(due)
-        for index in self.finished:  # in the order in which they finished
-            if len(chosen) == self.prompts_per_step:
-                break
-            chosen.add(index)
+        chosen = self._choose()
+        if chosen is None:
+            raise StalenessError(f"take() before ready(): {len(self.finished)} of {len(self.outstanding)} groups are finished")
         batch = [self.finished.pop(index) for index in sorted(chosen)]
         for group in batch:
             del self.outstanding[group.index]

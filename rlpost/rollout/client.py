@@ -50,6 +50,9 @@ class EngineClient:
         self._work.set()
         try:
             return await asyncio.wait_for(future, timeout_s)
+        except asyncio.CancelledError:
+            self._start(self._abort(request.request_id))  # nobody waits for it any more
+            raise
         except TimeoutError:
             self._start(self._abort(request.request_id))
             raise InfrastructureError(
@@ -78,7 +81,7 @@ class EngineClient:
                 if not self._waiting:
                     self._work.clear()
                     await self._work.wait()
-                for result in await asyncio.wait_for(_resolve(self.actor.collect.remote(POLL_S)), POLL_S + POLL_GRACE_S):
+                for result in await self._poll():
                     future = self._waiting.get(result.request_id)
                     if future is not None and not future.done():
                         future.set_result(result)
@@ -86,6 +89,14 @@ class EngineClient:
             raise
         except Exception as error:  # noqa: BLE001 - it reaches every waiting request
             self._lose(error)
+
+    async def _poll(self) -> list[GenerateResult]:
+        deadline_s = POLL_S + POLL_GRACE_S
+        try:
+            results: list[GenerateResult] = await asyncio.wait_for(_resolve(self.actor.collect.remote(POLL_S)), deadline_s)
+        except TimeoutError:
+            raise InfrastructureError(f"it answered no poll for {deadline_s:.0f} s") from None
+        return results
 
     def _lose(self, error: BaseException) -> None:
         if self.lost is None:
@@ -96,10 +107,12 @@ class EngineClient:
                 future.set_exception(self.lost)
 
     async def close(self) -> None:
-        """Stop polling; requests still waiting are cancelled."""
-        for task in list(self._tasks):
+        """Stop polling; requests still waiting, and later ones, get EngineLostError."""
+        self._lose(InfrastructureError("its client was closed"))
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _resolve(ref: Any) -> Any:

@@ -122,6 +122,7 @@ class Collector:
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._closing = False
 
     def resume(self, rows: dict[int, tuple[int, int]]) -> None:
         """Dispatch groups again that a former run had not finished."""
@@ -167,9 +168,12 @@ class Collector:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
+        error: BaseException | None
+        if not task.cancelled():
+            error = task.exception()
+        else:
+            # Nobody but close() cancels a group; any other end would leave take() waiting for it.
+            error = None if self._closing else InfrastructureError("a group's rollout was cancelled before it was finished")
         if error is not None and self._failure is None:
             self._failure = error
             self._changed.set()
@@ -189,9 +193,11 @@ class Collector:
         Raises what ended a group, or InfrastructureError after ``timeout_s`` naming the groups that are missing.
         """
         deadline = time.perf_counter() + timeout_s
-        while not self.buffer.ready():
+        while True:
             if self._failure is not None:
                 raise _first(self._failure)
+            if self.buffer.ready():
+                break
             if interrupted():
                 return None
             if time.perf_counter() > deadline:
@@ -212,6 +218,7 @@ class Collector:
 
     async def close(self) -> None:
         """Cancel what is running."""
+        self._closing = True
         groups: list[Any] = list(self._groups)
         for task in groups:
             task.cancel()

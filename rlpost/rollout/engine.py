@@ -221,7 +221,11 @@ class VllmEngine:
         if len(fingerprints) != 1:
             raise InfrastructureError(f"{self.settings.name}: its workers received different weights: {sorted(fingerprints)}")
         return SyncAcknowledgement(
-            engine=self.settings.name, version=manifest.version, fingerprint=receipts[0]["fingerprint"], tensors=receipts[0]["tensors"]
+            engine=self.settings.name,
+            version=manifest.version,
+            fingerprint=receipts[0]["fingerprint"],
+            tensors=receipts[0]["tensors"],
+            peak_memory_gib=await self.peak_memory_gib(),
         )
 
     async def commit_weights(self, version: int) -> None:

@@ -11,6 +11,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,7 @@ from rlpost.types import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOutput:
-    """What the model says of the targets of one micro-batch, both ``[targets]`` in float32."""
+    """What the model says of the targets of one micro-batch, both ``[targets]`` in float32 (an empty one: of the dummy row's target)."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -92,27 +93,29 @@ def patch_forward(model: Any, chunk: int, device: torch.device) -> None:
 
     def forward(self: Any, micro: MicroBatch, temperature: float) -> TargetOutput:
         row = micro if len(micro.lengths) else dummy_row()
-        positions = torch.from_numpy(row.positions).to(device)[None]
+        positions = to_tensor(row.positions, device)[None]
         if self.config._attn_implementation == attention.PADDED:
             packed: dict[str, Any] = {"packed_layout": attention.PackedLayout.of(row.lengths, device)}
         else:
             packed = attention.flash_arguments(row.lengths, device)
         hidden = self.model(
-            input_ids=torch.from_numpy(row.tokens).to(device)[None], position_ids=positions, use_cache=False, **packed
+            input_ids=to_tensor(row.tokens, device)[None], position_ids=positions, use_cache=False, **packed
         ).last_hidden_state[0]
-        hidden = hidden.index_select(0, torch.from_numpy(row.predictor).to(device))
-        target = torch.from_numpy(row.target).to(device)
+        hidden = hidden.index_select(0, to_tensor(row.predictor, device))
+        target = to_tensor(row.target, device)
         logprobs, entropy = target_logprob(hidden, self.lm_head.weight, target, temperature, chunk)
-        count = len(micro.target)
-        return TargetOutput(logprobs=logprobs[:count], entropy=entropy[:count])
+        return TargetOutput(logprobs=logprobs, entropy=entropy)
 
     model.forward = types.MethodType(forward, model)
 
 
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on ``device``: arrays that came through Ray are read-only."""
+    return torch.tensor(array, device=device)
+
+
 def dummy_row() -> MicroBatch:
     """Two tokens that an empty micro-batch runs, so that collectives stay in step; the caller gives them no weight."""
-    import numpy as np
-
     one = np.zeros(1, np.int64)
     return MicroBatch(
         tokens=np.zeros(2, np.int64), positions=np.arange(2), lengths=np.array([2]), predictor=one, target=one, sequence=one,

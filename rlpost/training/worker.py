@@ -107,6 +107,7 @@ class TrainerRank:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
+        tally.maxima["memory"] = self.peak_memory_gib()
         return {**tally.reduce(request.denominator), "train/grad_norm": norm, "train/lr": lr}
 
     def _loss(self, micro: MicroBatch, output: models.TargetOutput, request: UpdateRequest, tally: _Tally) -> torch.Tensor:
@@ -146,12 +147,12 @@ class TrainerRank:
 
     @torch.no_grad()
     def _forward(self, model: Any, micro_batches: Sequence[MicroBatch], temperature: float) -> list[np.ndarray]:
-        result = [model(micro, temperature).logprobs.float().cpu().numpy() for micro in micro_batches]
+        result = [model(micro, temperature).logprobs[: len(micro.target)].cpu().numpy() for micro in micro_batches]
         model.reshard()
         return result
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return models.to_tensor(array, self.device)
 
     def _optional(self, array: np.ndarray | None) -> torch.Tensor | None:
         return None if array is None else self._tensor(array)
@@ -291,6 +292,7 @@ class _Tally:
                 maxima[name] = max(maxima.get(name, float("-inf")), value)
         metrics = {f"train/{name.removeprefix('mean/')}": value / denominator for name, value in sums.items() if name.startswith("mean/")}
         metrics["train/tokens"] = sums.get("tokens", 0.0)
+        metrics["memory/trainer_peak_gib"] = maxima.pop("memory")
         if sums.get("parity_tokens"):
             metrics["parity/logprob_abs_mean"] = sums["parity"] / sums["parity_tokens"]
             metrics["parity/logprob_abs_max"] = maxima.pop("parity")

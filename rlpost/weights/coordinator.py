@@ -57,19 +57,22 @@ class WeightSync:
         for attempt in range(1, ATTEMPTS + 1):
             started = time.perf_counter()
             try:
-                fingerprint, size = await self._stage(version)
+                fingerprint, size, memory = await self._stage(version)
             except InfrastructureError:
                 await self._resume_quietly()
                 raise
             if fingerprint is not None:
                 await self.engines.call("commit_weights", version, timeout_s=self.timeout_s)
                 seconds = time.perf_counter() - started
-                return SyncReport(version=version, mode="full", bytes=size, seconds=seconds, paused_s=seconds, fingerprint=fingerprint)
+                return SyncReport(
+                    version=version, mode="full", bytes=size, seconds=seconds, paused_s=seconds, fingerprint=fingerprint,
+                    engine_peak_memory_gib=memory,
+                )  # fmt: skip
             if attempt == ATTEMPTS:
                 await self._resume_quietly()
         raise InfrastructureError(f"weight sync to version {version} failed {ATTEMPTS} times: {self._difference}")
 
-    async def _stage(self, version: int) -> tuple[str | None, int]:
+    async def _stage(self, version: int) -> tuple[str | None, int, float]:
         assert self._manifest is not None, "connect() comes first"
         manifest = replace(self._manifest, version=version)
         sent, acknowledged = await asyncio.gather(
@@ -78,7 +81,8 @@ class WeightSync:
         )
         fingerprint, size = sent[0]
         self._difference = describe_difference(fingerprint, len(manifest.names), acknowledged)
-        return (None if self.verify and self._difference else fingerprint), size
+        memory = max(a.peak_memory_gib for a in acknowledged)
+        return (None if self.verify and self._difference else fingerprint), size, memory
 
     async def _resume_quietly(self) -> None:
         try:
