@@ -194,6 +194,8 @@ class LossTerms:
 
     ``weight`` is the token's share in the loss (0 where nothing is trained), ``advantage`` its advantage,
     ``old_logprobs`` the denominator of the importance ratio (None: the current policy itself, ratio 1).
+    ``parity_logprobs`` are the engine's, of tokens that the present version sampled (NaN elsewhere): before the
+    update the trainer's must equal them.
     """
 
     trajectory_id: str
@@ -201,7 +203,7 @@ class LossTerms:
     trainable: np.ndarray
     weight: np.ndarray
     advantage: np.ndarray
-    engine_logprobs: np.ndarray
+    parity_logprobs: np.ndarray
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
 

@@ -17,10 +17,11 @@ def token_weights(trainable: Sequence[np.ndarray], aggregation: str, constant: i
     the same (GRPO, Shao et al. 2024, eq. 3). ``constant``: token sums over a constant length (Dr.GRPO, Liu et al. 2025).
     """
     counts = [int(mask.sum()) for mask in trainable]
+    sequences = float(sum(count > 0 for count in counts))
     if aggregation == "token_mean":
         return [mask.astype(np.float32) for mask in trainable], float(sum(counts))
     if aggregation == "sequence_mean":
-        return [(mask / max(count, 1)).astype(np.float32) for mask, count in zip(trainable, counts, strict=True)], float(sum(c > 0 for c in counts))
+        return [(mask / max(count, 1)).astype(np.float32) for mask, count in zip(trainable, counts, strict=True)], sequences
     if aggregation == "constant":
-        return [mask.astype(np.float32) for mask in trainable], float(sum(c > 0 for c in counts) * constant)
+        return [mask.astype(np.float32) for mask in trainable], sequences * constant
     raise AssertionError(f"unknown aggregation {aggregation!r}")

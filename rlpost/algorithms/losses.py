@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+MOST_LOG_RATIO = 20.0
+"""Log ratios are cut here: exp overflows float32 at 88, and inf * 0 in the backward pass would make every gradient NaN."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
@@ -32,12 +35,15 @@ class Term:
 
 
 def log_ratio(targets: Targets) -> torch.Tensor:
-    """log pi / pi_old of each token; exactly 0 where the old logprob is unknown, with the gradient of log pi."""
+    """log pi / pi_old of each token, cut at MOST_LOG_RATIO either way.
+
+    Where the old logprob is unknown it is exactly 0, with the gradient of log pi.
+    """
     current = targets.logprobs
     if targets.old_logprobs is None:
         return current - current.detach()
     old = torch.where(torch.isfinite(targets.old_logprobs), targets.old_logprobs, current.detach())
-    return current - old
+    return (current - old).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
 def policy_clip(targets: Targets, *, clip_low: float, clip_high: float) -> Term:
@@ -53,7 +59,10 @@ def policy_clip(targets: Targets, *, clip_low: float, clip_high: float) -> Term:
 
 
 def kl_to_reference(targets: Targets, *, estimator: str) -> Term:
-    """KL(pi || reference) of each token from its sample (Schulman 2020): k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d; d = log ref - log pi."""
+    """KL(pi || reference) of each token from its sample, with d = log ref - log pi (Schulman 2020).
+
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    """
     if targets.reference_logprobs is None:
         raise AssertionError("the KL term needs reference logprobs")
     current = targets.logprobs

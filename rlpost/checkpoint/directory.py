@@ -32,7 +32,9 @@ def begin(run_dir: Path, step: int) -> Path:
 def complete(partial: Path, driver_state: Mapping[str, Any]) -> Path:
     """Write the driver's state, make everything durable, rename, and put the completion mark last."""
     final = partial.with_suffix("")
-    _write_durably(partial / DRIVER_STATE, json.dumps(driver_state))
+    (partial / DRIVER_STATE).write_text(json.dumps(driver_state))
+    for path in [*partial.rglob("*"), partial]:  # the trainer ranks' files too, or the mark could survive a power cut that they do not
+        _make_durable(path)
     if final.exists():
         # The same step again (a resumed run that had no mark there): never remove a complete one.
         if (final / MARK).exists():
@@ -40,15 +42,20 @@ def complete(partial: Path, driver_state: Mapping[str, Any]) -> Path:
             return final
         shutil.rmtree(final)
     os.rename(partial, final)
-    _write_durably(final / MARK, "")
+    _make_durable(final.parent)
+    (final / MARK).touch()
+    _make_durable(final / MARK)
+    _make_durable(final)
     return final
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _make_durable(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def step_of(directory: Path) -> int:
@@ -62,7 +69,7 @@ def find_newest(run_dir: Path) -> tuple[Path | None, list[str]]:
     root = checkpoint_root(run_dir)
     if not root.is_dir():
         return None, []
-    warnings = []
+    warnings: list[str] = []
     candidates = [d for d in root.iterdir() if step_of(d) >= 0 or d.suffix == ".partial"]
     for directory in sorted(candidates, key=lambda d: step_of(d.with_suffix("")), reverse=True):
         if directory.suffix != ".partial" and (directory / MARK).exists():

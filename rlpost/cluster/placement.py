@@ -13,6 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlpost.config.derive import Bundle
 from rlpost.types import ConfigError, InfrastructureError
 
+SEARCH_STEPS = 10_000
+"""Bundles laid down in the search for a placement, after which it is left to Ray; the first try nearly always fits."""
+ROUNDING = 1e-6
+"""Resources are fractions of CPUs and GPUs; Ray counts them in steps of 1e-4."""
+
 
 def table(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> str:
     """What is asked, by role, beside what each node has."""
@@ -30,17 +35,32 @@ def table(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> str:
 
 
 def fits(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> bool:
-    """Whether the bundles can be laid on the nodes at all: largest first, each on the fullest node that still holds it."""
-    free = [dict(node["Resources"]) for node in nodes if node.get("Alive", True)]
-    for bundle in sorted(bundles, key=lambda b: (-b.resources.get("GPU", 0), -b.resources.get("CPU", 0))):
-        needed = {name: amount for name, amount in bundle.resources.items() if amount}
-        holding = [node for node in free if all(node.get(name, 0) + 1e-6 >= amount for name, amount in needed.items())]
-        if not holding:
-            return False
-        chosen = min(holding, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
-        for name, amount in needed.items():
-            chosen[name] -= amount
-    return True
+    """Whether the bundles can be laid on the nodes at all. Exact, but for searches above SEARCH_STEPS: then True, and Ray decides."""
+    names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if amount}, key=lambda name: (name != "GPU", name))
+    needs = sorted(([bundle.resources.get(name, 0.0) for name in names] for bundle in bundles), reverse=True)
+    free = [[node["Resources"].get(name, 0.0) for name in names] for node in nodes if node.get("Alive", True)]
+    if any(sum(need[i] for need in needs) > sum(node[i] for node in free) + ROUNDING for i in range(len(names))):
+        return False
+    steps = iter(range(SEARCH_STEPS))
+
+    def lay(index: int) -> bool:
+        """Largest first, each on the fullest node that still holds it, then on others; nodes that look alike are tried once."""
+        if index == len(needs) or next(steps, None) is None:
+            return True
+        tried: set[tuple[float, ...]] = set()
+        for node in sorted(free):
+            look = tuple(round(amount, 6) for amount in node)
+            if look in tried or any(have + ROUNDING < need for have, need in zip(node, needs[index], strict=True)):
+                continue
+            tried.add(look)
+            before = list(node)
+            node[:] = [have - need for have, need in zip(node, needs[index], strict=True)]
+            if lay(index + 1):
+                return True
+            node[:] = before
+        return False
+
+    return lay(0)
 
 
 class Gang:

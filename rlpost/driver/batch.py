@@ -26,10 +26,12 @@ def split(groups: Sequence[Group], minibatches: int) -> list[Sequence[Group]]:
     return [groups[i * size : (i + 1) * size] for i in range(minibatches)]
 
 
-def build_minibatch(groups: Sequence[Group], algorithm: Any, *, aggregation: str, constant: int, old: str) -> Minibatch:
+def build_minibatch(
+    groups: Sequence[Group], algorithm: Any, *, version: int, aggregation: str, constant: int, old: str
+) -> Minibatch:
     """Loss terms of the trajectories that the algorithm keeps.
 
-    ``old`` is the denominator of the importance ratio: ``current`` (none: ratio 1), ``engine``, or ``recompute`` (filled
+    ``version`` is the trainer's: only its tokens can show whether engine and trainer agree. ``old`` is the denominator of the importance ratio: ``current`` (none: ratio 1), ``engine``, or ``recompute`` (filled
     in later by :func:`with_old_logprobs`).
     """
     kept: list[tuple[Trajectory, float]] = []
@@ -46,7 +48,7 @@ def build_minibatch(groups: Sequence[Group], algorithm: Any, *, aggregation: str
                 trainable=trajectory.trainable,
                 weight=weight,
                 advantage=np.where(trajectory.trainable, advantage, 0.0).astype(np.float32),
-                engine_logprobs=trajectory.logprobs,
+                parity_logprobs=np.where(trajectory.versions == version, trajectory.logprobs, np.nan).astype(np.float32),
                 old_logprobs=trajectory.logprobs if old == "engine" else None,
             )
         )

@@ -106,7 +106,12 @@ class OnlineRun:
         settings = self.config.algorithm
         batches = [
             build_minibatch(
-                part, algorithm, aggregation=settings.loss_aggregation, constant=self.config.sampling.max_new_tokens, old=self.derived.old_logprobs
+                part,
+                algorithm,
+                version=self.step,
+                aggregation=settings.loss_aggregation,
+                constant=self.config.sampling.max_new_tokens,
+                old=self.derived.old_logprobs,
             )
             for part in split(groups, settings.minibatches)
         ]

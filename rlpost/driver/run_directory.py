@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from rlpost.config.schema import RunConfig
 from rlpost.types import ConfigError
 
 CONFIG_FILE = "config.yaml"
+ATTEMPT = ".attempt-"
+"""Between run_dir and a number: where resume=auto begins again beside a run_dir that has no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +51,29 @@ def open_run(config: RunConfig) -> RunDirectory:
 
 
 def _candidates(config: RunConfig) -> list[Path]:
-    """Directories that may hold this run, newest first."""
+    """Directories that may hold this run, newest first: those with a name that :func:`_fresh` gives, to the letter."""
     if config.run_dir is not None:
-        return [Path(config.run_dir)]
-    root = Path(config.output_dir)
-    named = [p for p in root.glob(f"{config.name}-*") if (p / CONFIG_FILE).exists()] if root.is_dir() else []
-    return sorted(named, key=lambda p: p.stat().st_mtime, reverse=True)
+        root, pattern = Path(config.run_dir).parent, rf"({re.escape(Path(config.run_dir).name)})(?:{re.escape(ATTEMPT)}(\d+))?"
+    else:
+        # A run called NAME-other is another run.
+        root, pattern = Path(config.output_dir), rf"{re.escape(config.name)}-(\d{{8}}-\d{{6}})(?:-(\d+))?"
+    matches = [(match, path) for path in (root.iterdir() if root.is_dir() else ()) if (match := re.fullmatch(pattern, path.name))]
+    found = [(match[1], int(match[2] or 1), path) for match, path in matches if (path / CONFIG_FILE).exists()]
+    # By the date in the name and the attempt: a directory's modification time changes when somebody copies it.
+    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def _fresh(config: RunConfig) -> Path:
     if config.run_dir is not None:
         path = Path(config.run_dir)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run_dir={config.run_dir!r} is a file; choose another directory")
         if path.exists() and any(path.iterdir()):
             path = _beside(path) if config.resume == "auto" else path
             if path.exists():
-                raise ConfigError(f"run_dir={config.run_dir!r} exists and is not empty; resume it with resume=auto, or choose another directory")
+                raise ConfigError(
+                    f"run_dir={config.run_dir!r} exists and is not empty; resume it with resume=auto, or choose another directory"
+                )
         path.mkdir(parents=True, exist_ok=True)
         return path
     base = Path(config.output_dir) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -78,4 +89,4 @@ def _fresh(config: RunConfig) -> Path:
 
 def _beside(path: Path) -> Path:
     """A run that died before its first checkpoint is kept as it is; the new one goes beside it."""
-    return next(p for n in range(2, 1000) if not (p := path.with_name(f"{path.name}-{n}")).exists())
+    return next(p for n in range(2, 1000) if not (p := path.with_name(f"{path.name}{ATTEMPT}{n}")).exists())

@@ -101,7 +101,8 @@ class EngineClient:
     def _lose(self, error: BaseException) -> None:
         if self.lost is None:
             cause = getattr(error, "cause", None) or error
-            self.lost = EngineLostError(f"{self.name} is lost: {type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}")
+            first_line = str(cause).strip().partition("\n")[0]
+            self.lost = EngineLostError(f"{self.name} is lost: {type(cause).__name__}: {first_line}")
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self.lost)

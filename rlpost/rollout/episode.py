@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import math
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +18,7 @@ from rlpost.environments.protocol import Environment, Observation, Step
 from rlpost.types import (
     NOT_SAMPLED_VERSION,
     Failure,
+    FailureKind,
     GenerateRequest,
     GenerateResult,
     Prompt,
@@ -97,9 +101,9 @@ async def run_episode(
     metrics: dict[str, float] = {}
     failure: Failure | None = None
     try:
-        environment = make_environment()
+        environment = _make(make_environment)
         first = await _call(environment, "reset", limits.environment_timeout_s, prompt, seed or 0)
-        tape.add_context(_encode(first, codec))
+        tape.add_context(_encode(environment, first, codec))
         while True:
             room = min(sampling.max_new_tokens, limits.max_total_tokens - len(tape.tokens))
             if turns == limits.max_turns or room <= 0:
@@ -118,7 +122,7 @@ async def run_episode(
             turns += 1
             requested += result.prompt_tokens
             cached += result.cached_tokens
-            step: Step = await _call(environment, "step", limits.environment_timeout_s, codec.decode(result.tokens))
+            step = _checked(environment, await _call(environment, "step", limits.environment_timeout_s, codec.decode(result.tokens)))
             metrics.update(step.metrics)
             if step.reward is not None:
                 reward = (reward or 0.0) + float(step.reward)
@@ -127,7 +131,7 @@ async def run_episode(
                 break
             if step.observation is None:
                 raise EpisodeError(_failure(environment, "step returned neither an observation nor an end of the episode"))
-            tape.add_context(_encode(step.observation, codec))
+            tape.add_context(_encode(environment, step.observation, codec))
     except EpisodeError as error:
         failure, reward = error.failure, None
     tokens = np.asarray(tape.tokens, np.int32)
@@ -153,30 +157,88 @@ async def run_episode(
 
 
 def _with_room(sampling: SamplingSettings, room: int) -> SamplingSettings:
-    from dataclasses import replace
-
     return replace(sampling, max_new_tokens=room)
 
 
-def _encode(observation: Observation | None, codec: TokenCodec) -> list[int]:
+def _encode(environment: Environment, observation: Observation | None, codec: TokenCodec) -> list[int]:
     if observation is None:
         return []
-    return codec.encode_text(observation) if isinstance(observation, str) else codec.encode_turn(observation)
+    try:
+        return codec.encode_text(observation) if isinstance(observation, str) else codec.encode_turn(observation)
+    except Exception as error:  # the observation is a user's, and so may be the chat template
+        message = f"its observation {observation!r:.200} cannot be tokenised: {type(error).__name__}: {error}"
+        raise EpisodeError(_failure(environment, message, traceback.format_exc())) from error
 
 
-def _failure(environment: Environment, message: str, trace: str = "") -> Failure:
-    return Failure(kind="environment", where=type(environment).__name__, message=message, traceback=trace)
+def _failure(environment: Environment, message: str, trace: str = "", kind: FailureKind = "environment") -> Failure:
+    return Failure(kind=kind, where=type(environment).__name__, message=message, traceback=trace)
+
+
+def _checked(environment: Environment, step: Any) -> Step:
+    """What ``step`` returned, if it is a Step with a reward that can be trained on and numbers as metrics."""
+    if not isinstance(step, Step):
+        raise EpisodeError(_failure(environment, f"step returned {step!r:.200}, expected a Step", kind="wrong_type"))
+    try:
+        reward = 0.0 if step.reward is None else float(step.reward)
+        metrics = {name: float(value) for name, value in step.metrics.items()}
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        message = f"step gave reward={step.reward!r:.200}, metrics={step.metrics!r:.200}; expected numbers: {error}"
+        raise EpisodeError(_failure(environment, message, kind="wrong_type")) from error
+    if not math.isfinite(reward):
+        raise EpisodeError(_failure(environment, f"step gave reward={reward}, which is not finite", kind="not_a_number"))
+    return replace(step, metrics=metrics)
+
+
+def _make(make_environment: Callable[[], Environment]) -> Environment:
+    try:
+        return make_environment()
+    except Exception as error:  # see _call
+        where = getattr(getattr(make_environment, "func", make_environment), "__name__", "environment")
+        message = f"its constructor raised {type(error).__name__}: {error}"
+        raise EpisodeError(Failure(kind="environment", where=where, message=message, traceback=traceback.format_exc())) from error
 
 
 async def _call(environment: Environment, method: str, timeout_s: float, *args: Any) -> Any:
     """Call a method of the environment within its deadline; whatever goes wrong becomes an EpisodeError."""
     function = getattr(environment, method)
     try:
-        if getattr(environment, "instant", False):
-            return function(*args)
-        running = function(*args) if inspect.iscoroutinefunction(function) else asyncio.to_thread(function, *args)
-        return await asyncio.wait_for(running, timeout_s)
-    except TimeoutError:
-        raise EpisodeError(_failure(environment, f"{method} took longer than environment.timeout_s={timeout_s:.0f} s")) from None
-    except Exception as error:  # noqa: BLE001 - a user's code may raise anything; the trajectory is marked with it
+        async with asyncio.timeout(timeout_s) as deadline:
+            if getattr(environment, "instant", False) or inspect.iscoroutinefunction(function):
+                result = function(*args)
+            else:
+                result = await _in_thread(function, *args)
+            return await result if inspect.isawaitable(result) else result
+    except Exception as error:  # a user's code may raise anything; the trajectory is marked with it
+        if isinstance(error, TimeoutError) and deadline.expired():
+            message = f"{method} took longer than environment.timeout_s={timeout_s:g} s"
+            raise EpisodeError(_failure(environment, message, kind="timeout")) from None
         raise EpisodeError(_failure(environment, f"{method} raised {type(error).__name__}: {error}", traceback.format_exc())) from error
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a blocking function in a daemon thread of its own.
+
+    Not in the event loop's pool: there calls would wait for a free thread while their deadline runs, and one call that never
+    returns would keep the whole process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result((result, error))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function(*args)
+        except BaseException as raised:  # noqa: BLE001 - it is raised again where it is awaited
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    result, error = await future
+    if error is not None:
+        raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+    return result

@@ -17,17 +17,18 @@ class Router:
         self._sessions: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, session: str) -> int | None:
-        """The engine for this session's next request; None when no engine is alive."""
+        """The engine for this session's next request; None when no engine is alive. An empty ``session`` is none: least loaded."""
         engine = self._sessions.get(session)
         if engine is None or not self.alive[engine]:
             living = [index for index, alive in enumerate(self.alive) if alive]
             if not living:
                 return None
             engine = min(living, key=lambda index: (self.load[index], index))
-        self._sessions[session] = engine
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MOST_SESSIONS:
-            self._sessions.popitem(last=False)
+        if session:
+            self._sessions[session] = engine
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MOST_SESSIONS:
+                self._sessions.popitem(last=False)
         self.load[engine] += 1
         return engine
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rlpost.types import ConfigError
+
 PADDED = "rlpost_padded"
 BUCKET_RATIO = 2.0
 """Sequences share a bucket while the longest is at most this much longer than the shortest."""
@@ -81,11 +83,16 @@ def padded_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packed_layout: PackedLayout | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence. ``query`` ``[1, heads, row_len, head_dim]`` -> ``[1, row_len, heads, head_dim]``."""
     if packed_layout is None:
         raise AssertionError("packed attention was called without packed_layout")
+    if softcap is not None or s_aux is not None:
+        kind = "soft-capped scores" if softcap is not None else "attention sinks"
+        raise ConfigError(f"{type(module).__name__} has {kind}, which training.attention=padded cannot compute; use another model")
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[0].transpose(0, 1).flatten(1)

@@ -119,7 +119,7 @@ def dummy_row() -> MicroBatch:
     one = np.zeros(1, np.int64)
     return MicroBatch(
         tokens=np.zeros(2, np.int64), positions=np.arange(2), lengths=np.array([2]), predictor=one, target=one, sequence=one,
-        weight=np.zeros(1, np.float32), advantage=np.zeros(1, np.float32), engine_logprobs=np.zeros(1, np.float32),
+        weight=np.zeros(1, np.float32), advantage=np.zeros(1, np.float32), parity_logprobs=np.zeros(1, np.float32),
         old_logprobs=None, reference_logprobs=None, members=(),
     )  # fmt: skip
 

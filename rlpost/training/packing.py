@@ -29,7 +29,7 @@ class MicroBatch:
     sequence: np.ndarray
     weight: np.ndarray
     advantage: np.ndarray
-    engine_logprobs: np.ndarray
+    parity_logprobs: np.ndarray
     old_logprobs: np.ndarray | None
     reference_logprobs: np.ndarray | None
     members: tuple[int, ...]
@@ -94,10 +94,10 @@ def build(terms: Sequence[LossTerms], members: Sequence[int]) -> MicroBatch:
         if chosen
         else np.zeros(0, np.int64),
         target=gather("tokens", np.int64),
-        sequence=np.concatenate([np.full(len(index), i) for i, index in enumerate(trained)]).astype(np.int64) if chosen else np.zeros(0, np.int64),
+        sequence=np.repeat(np.arange(len(chosen)), [len(index) for index in trained]).astype(np.int64),
         weight=gather("weight", np.float32),
         advantage=gather("advantage", np.float32),
-        engine_logprobs=gather("engine_logprobs", np.float32),
+        parity_logprobs=gather("parity_logprobs", np.float32),
         old_logprobs=gather_optional("old_logprobs"),
         reference_logprobs=gather_optional("reference_logprobs"),
         members=tuple(members),

@@ -128,7 +128,7 @@ class TrainerRank:
             term = LOSS_TERMS[component.term](targets, **component.parameters)
             total = total + component.coefficient * (weight * term.loss).sum()
             tally.add_term(weight, term)
-        tally.add_targets(weight, output, total, self._tensor(micro.engine_logprobs) if request.measure_parity else None)
+        tally.add_targets(weight, output, total, self._tensor(micro.parity_logprobs) if request.measure_parity else None)
         return total
 
     def _clip(self, request: UpdateRequest) -> float:
