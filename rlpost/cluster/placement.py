@@ -13,6 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlpost.config.derive import Bundle
 from rlpost.types import ConfigError, InfrastructureError
 
+SEARCH_BUNDLES = 500
+"""The search is as deep as there are bundles, and Python's stack is not endless."""
 SEARCH_STEPS = 10_000
 """Bundles laid down in the search for a placement, after which it is left to Ray; the first try nearly always fits."""
 ROUNDING = 1e-6
@@ -35,12 +37,20 @@ def table(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> str:
 
 
 def fits(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> bool:
-    """Whether the bundles can be laid on the nodes at all. Exact, but for searches above SEARCH_STEPS: then True, and Ray decides."""
-    names = sorted({name for bundle in bundles for name, amount in bundle.resources.items() if amount}, key=lambda name: (name != "GPU", name))
+    """Whether the bundles can be laid on the nodes at all.
+
+    Exact, but for more than SEARCH_BUNDLES bundles or SEARCH_STEPS steps: then True, and Ray decides.
+    """
+    asked = {name for bundle in bundles for name, amount in bundle.resources.items() if amount}
+    names = sorted(asked, key=lambda name: (name != "GPU", name))
     needs = sorted(([bundle.resources.get(name, 0.0) for name in names] for bundle in bundles), reverse=True)
     free = [[node["Resources"].get(name, 0.0) for name in names] for node in nodes if node.get("Alive", True)]
     if any(sum(need[i] for need in needs) > sum(node[i] for node in free) + ROUNDING for i in range(len(names))):
         return False
+    if any(not any(_holds(node, need) for node in free) for need in needs):
+        return False
+    if len(needs) > SEARCH_BUNDLES:
+        return True
     steps = iter(range(SEARCH_STEPS))
 
     def lay(index: int) -> bool:
@@ -50,7 +60,7 @@ def fits(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> bool:
         tried: set[tuple[float, ...]] = set()
         for node in sorted(free):
             look = tuple(round(amount, 6) for amount in node)
-            if look in tried or any(have + ROUNDING < need for have, need in zip(node, needs[index], strict=True)):
+            if look in tried or not _holds(node, needs[index]):
                 continue
             tried.add(look)
             before = list(node)
@@ -61,6 +71,10 @@ def fits(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> bool:
         return False
 
     return lay(0)
+
+
+def _holds(node: Sequence[float], need: Sequence[float]) -> bool:
+    return all(have + ROUNDING >= amount for have, amount in zip(node, need, strict=True))
 
 
 class Gang:

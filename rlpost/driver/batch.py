@@ -31,8 +31,8 @@ def build_minibatch(
 ) -> Minibatch:
     """Loss terms of the trajectories that the algorithm keeps.
 
-    ``version`` is the trainer's: only its tokens can show whether engine and trainer agree. ``old`` is the denominator of the importance ratio: ``current`` (none: ratio 1), ``engine``, or ``recompute`` (filled
-    in later by :func:`with_old_logprobs`).
+    ``version`` is the trainer's: only its tokens can show whether engine and trainer agree. ``old`` is the denominator of the
+    importance ratio: ``current`` (none: ratio 1), ``engine``, or ``recompute`` (filled in later by :func:`with_old_logprobs`).
     """
     kept: list[tuple[Trajectory, float]] = []
     for group in groups:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trajectories import group
 
 from rlpost.algorithms.advantages import ADVANTAGES, group_mean, group_std
 from rlpost.algorithms.grpo import Grpo
 from rlpost.config.schema import AlgorithmConfig
-from trajectories import group
 
 BOTH = pytest.mark.parametrize("name", sorted(ADVANTAGES))
 rewards_of_a_group = st.lists(st.one_of(st.none(), st.floats(-100, 100)), min_size=0, max_size=9)

@@ -65,7 +65,7 @@ def test_using_only_one_of_the_two_outputs_gives_its_gradient_alone(which: int) 
     hidden, weight, target = inputs(torch.float32)
     got = torch.autograd.grad(target_logprob(hidden, weight, target, 0.8, 3)[which].sum(), hidden)[0]
     expected = torch.autograd.grad(by_torch(hidden, weight, target, 0.8)[which].sum(), hidden)[0]
-    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -36,7 +36,9 @@ def trajectory(
     )
 
 
-def group(index: int, rewards: Sequence[float | None] = (1.0,), *, version: int = 0, failures: Sequence[Failure | None] | None = None) -> Group:
+def group(
+    index: int, rewards: Sequence[float | None] = (1.0,), *, version: int = 0, failures: Sequence[Failure | None] | None = None
+) -> Group:
     """One trajectory a reward; all sampled by ``version``."""
     kinds = failures or [None] * len(rewards)
     return Group(

@@ -1,0 +1,71 @@
+"""The learning-rate schedule's values, and which parameters decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlpost.config.schema import OptimizerConfig
+from rlpost.training.optimizer import learning_rate_factor, make_optimizer
+
+
+def factors(total: int, **settings: object) -> list[float]:
+    config = OptimizerConfig(**settings)  # type: ignore[arg-type]
+    return [learning_rate_factor(step, total=total, config=config) for step in range(total)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({"decay": "linear", "final_ratio": 0.0}, [1, 0.8, 0.6, 0.4, 0.2, 0]),
+        ({"decay": "linear", "final_ratio": 0.5}, [1, 0.9, 0.8, 0.7, 0.6, 0.5]),
+        ({"decay": "linear", "final_ratio": 0.0, "warmup_steps": 2}, [0.5, 1, 1, 2 / 3, 1 / 3, 0]),
+        ({"decay": "cosine", "final_ratio": 0.1}, [1, 0.914058, 0.689058, 0.410942, 0.185942, 0.1]),
+        ({"decay": "linear", "warmup_steps": 9}, [1 / 9, 2 / 9, 3 / 9, 4 / 9, 5 / 9, 6 / 9]),
+        ({"decay": "cosine", "final_ratio": 0.1, "warmup_steps": 5}, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_values_of_the_schedule(settings: dict[str, object], expected: list[float]) -> None:
+    assert factors(6, **settings) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_run_that_goes_on_beyond_its_planned_steps_keeps_the_final_rate(decay: str) -> None:
+    config = OptimizerConfig(decay=decay, final_ratio=0.1)
+    assert [learning_rate_factor(step, total=6, config=config) for step in (5, 6, 60)] == pytest.approx([0.1] * 3)
+
+
+def test_the_optimizer_steps_with_the_schedules_rates_from_the_first_step_on() -> None:
+    """A warm-up whose first step had rate 0 would waste it; an off-by-one would shift all."""
+    config = OptimizerConfig(lr=1e-3, warmup_steps=2, decay="linear", final_ratio=0.0)
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer, schedule = make_optimizer([parameter], config, total=5)
+    seen = []
+    for _ in range(5):
+        parameter.grad = torch.ones_like(parameter)
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([1e-3 * factor for factor in factors(5, warmup_steps=2, decay="linear", final_ratio=0.0)])
+    assert seen[0] > 0
+
+
+def test_weight_decay_on_matrices_only_and_nothing_for_frozen_parameters() -> None:
+    matrix, vector, frozen = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, 2))
+    frozen.requires_grad_(False)
+    optimizer, _ = make_optimizer([matrix, vector, frozen], OptimizerConfig(lr=0.1, weight_decay=0.5), total=3)
+    for parameter in (matrix, vector):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 1 - 0.1 * 0.5))
+    assert vector.tolist() == [1.0, 1.0]
+    assert frozen.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_moments_and_epsilon_are_the_configured_ones() -> None:
+    optimizer, _ = make_optimizer([torch.nn.Parameter(torch.ones(1))], OptimizerConfig(beta1=0.8, beta2=0.99, eps=1e-6), total=1)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    assert optimizer.param_groups[0]["eps"] == 1e-6
