@@ -61,7 +61,7 @@ def dry_run(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
 
 def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
     """Load inputs, start Ray and all parts, run the loop. The last line printed is ``run: DIRECTORY``."""
-    from rlpost.driver.run_directory import CONFIG_FILE, open_run
+    from rlpost.driver.run_directory import open_run, write_config
     from rlpost.driver.setup import load_inputs
     from rlpost.observe import Console, make_trackers, setup_logging
 
@@ -69,7 +69,7 @@ def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
     inputs = load_inputs(config)
     derived = derive(config, device=resolve_device(config), row_count=len(inputs.prompts))
     run = open_run(config)
-    (run.path / CONFIG_FILE if run.checkpoint is None else run.path / f"config-resumed-{run.checkpoint.name}.yaml").write_text(loaded.yaml)
+    write_config(run, loaded.yaml)
     console = Console(steps=config.schedule.steps, run_dir=run.path)
     setup_logging(run.path, "INFO", console)
     try:
@@ -86,7 +86,9 @@ def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
             names, run.path, config={"yaml": loaded.yaml}, project=config.observe.wandb_project, run_name=config.name, console=console
         )
         with closing(made) as trackers:
-            stopped = asyncio.run(_run(config, derived, inputs, run.path, run.checkpoint, console, trackers))
+            stopped = asyncio.run(
+                _run(config, derived, inputs, run.path.absolute(), run.checkpoint and run.checkpoint.absolute(), console, trackers)
+            )
     finally:
         console.close()
     print(f"run: {run.path}", flush=True)
@@ -119,7 +121,15 @@ async def _run(config, derived, inputs, path: Path, checkpoint, console, tracker
         console.message(f"model of {size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained; all parts are up")
         clock = PhaseClock(on_change=console.phase)
         run = OnlineRun(
-            config=config, derived=derived, inputs=inputs, parts=parts, run_dir=path, clock=clock, console=console, trackers=trackers, stop=stop
+            config=config,
+            derived=derived,
+            inputs=inputs,
+            parts=parts,
+            run_dir=path,
+            clock=clock,
+            console=console,
+            trackers=trackers,
+            stop=stop,
         )
         stack.push_async_callback(run.collector.close)
         await run.run(checkpoint)

@@ -53,9 +53,7 @@ def policy_clip(targets: Targets, *, clip_low: float, clip_high: float) -> Term:
     unclipped_gain, clipped_gain = ratio * targets.advantage, clipped * targets.advantage
     with torch.no_grad():
         hit = (clipped_gain < unclipped_gain).float()
-    return Term(
-        loss=-torch.minimum(unclipped_gain, clipped_gain), means={"clip_fraction": hit}, maxima={"ratio_max": ratio.detach()}
-    )
+    return Term(loss=-torch.minimum(unclipped_gain, clipped_gain), means={"clip_fraction": hit}, maxima={"ratio_max": ratio.detach()})
 
 
 def kl_to_reference(targets: Targets, *, estimator: str) -> Term:

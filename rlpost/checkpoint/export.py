@@ -7,11 +7,46 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+MODEL_PREFIX = "model."
+"""Where the checkpoint keeps the model's tensors."""
+
 SHARD_BYTES = 4 * 10**9
 CARRIED_OVER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config", "config.json")
+
+
+def export_checkpoint(checkpoint: Path, directory: Path, dtype: str) -> None:
+    """Export one complete checkpoint of a run in one process, whatever number of ranks wrote it."""
+    import torch.distributed.checkpoint as dcp
+    from omegaconf import OmegaConf
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from rlpost.models.embedded import local_model
+
+    run_dir = checkpoint.parent.parent
+    source = local_model(str(OmegaConf.load(run_dir / "config.yaml").model.path))
+    reader = dcp.FileSystemReader(str(checkpoint / "tensors"))
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    tensors = [(name.removeprefix(MODEL_PREFIX), tensor) for name, tensor in state.items()]
+    config = _model_config(source)
+    if config.get("tie_word_embeddings"):
+        tensors = [(name, tensor) for name, tensor in tensors if name != "lm_head.weight"]
+    export_model(directory, tensors, Path(source), getattr(torch, dtype))
+
+
+def _model_config(source: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    return dict(AutoConfig.from_pretrained(source).to_dict())
 
 
 def export_model(directory: Path, tensors: Sequence[tuple[str, torch.Tensor]], source: Path, dtype: torch.dtype) -> None:
@@ -36,7 +71,9 @@ def export_model(directory: Path, tensors: Sequence[tuple[str, torch.Tensor]], s
             size = 0
         shards[-1][name] = value
         size += value.nbytes
-    names = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = (
+        ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, partial / name, metadata={"format": "pt"})
     if len(shards) > 1:

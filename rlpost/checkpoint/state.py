@@ -43,7 +43,7 @@ def load_rank(directory: Path, rank: int, model: Any, optimizer: Any, schedule: 
     model.reshard()
     with _quiet():
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=str(directory / "tensors"))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     own = directory / f"rank_{rank:05d}.pt"

@@ -25,8 +25,14 @@ def option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
 class ModelConfig:
     """The policy model."""
 
-    path: str = option(REQUIRED, "Hugging Face directory or hub name of the model; `embedded:NAME` is built locally (see `python -m rlpost.models list`).")
-    dtype: str = option("auto", "Dtype of the trainer's forward and of the engine: auto is float32 on CPU and bfloat16 on GPU.", ("auto", "float32", "bfloat16"))
+    path: str = option(
+        REQUIRED, "Hugging Face directory or hub name of the model; `embedded:NAME` is built locally (see `python -m rlpost.models list`)."
+    )
+    dtype: str = option(
+        "auto",
+        "Dtype of the trainer's forward and of the engine: auto is float32 on CPU and bfloat16 on GPU.",
+        ("auto", "float32", "bfloat16"),
+    )
     chat_template: str | None = option(None, "File with a chat template that replaces the tokenizer's own.")
     trust_remote_code: bool = option(False, "Allow the model directory to bring Python code.")
 
@@ -35,12 +41,16 @@ class ModelConfig:
 class DataConfig:
     """Where prompts come from and how they are read."""
 
-    train: str = option(REQUIRED, "Training prompts: a .jsonl or .parquet file, `hf:NAME[:SUBSET][:SPLIT]` for a Hugging Face data set, or `embedded:NAME`.")
+    train: str = option(
+        REQUIRED, "Training prompts: a .jsonl or .parquet file, `hf:NAME[:SUBSET][:SPLIT]` for a Hugging Face data set, or `embedded:NAME`."
+    )
     evaluation: str | None = option(None, "Held-out prompts in the same forms; needed when evaluation.every > 0.")
     prompt_field: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     id_field: str | None = option(None, "Column with a unique id; null numbers the rows.")
     max_prompt_tokens: int = option(512, "Longest prompt in tokens.")
-    overlong_prompts: str = option("drop", "What happens to longer prompts: dropped and counted, or the run is refused.", ("drop", "refuse"))
+    overlong_prompts: str = option(
+        "drop", "What happens to longer prompts: dropped and counted, or the run is refused.", ("drop", "refuse")
+    )
     shuffle: bool = option(True, "Shuffle each epoch by the run's seed.")
     limit: int | None = option(None, "Use only the first N rows.")
 
@@ -80,15 +90,35 @@ class AlgorithmConfig:
 
     name: str = option("grpo", "Catalogue name or `package.module:Class`.")
     group_size: int = option(8, "Samples per prompt.")
-    advantage: str = option("group_std", "Advantage of a sample: reward minus group mean, divided by the group's standard deviation (group_std) or not (group_mean).", ("group_std", "group_mean"))
+    advantage: str = option(
+        "group_std",
+        "Advantage of a sample: reward minus group mean, divided by the group's standard deviation (group_std) or not (group_mean).",
+        ("group_std", "group_mean"),
+    )
     clip_low: float = option(0.2, "Importance ratio is clipped below 1 - clip_low.")
     clip_high: float = option(0.2, "Importance ratio is clipped above 1 + clip_high.")
-    loss_aggregation: str = option("token_mean", "What the loss is a mean of: all tokens, the means of sequences, or token sums over max_new_tokens (constant).", ("token_mean", "sequence_mean", "constant"))
-    old_logprobs: str = option("auto", "Denominator of the importance ratio: the current policy (ratio 1), the engine's logprobs, or a forward before the update; auto is current when on-policy with one minibatch, else recompute at staleness 0 and engine otherwise.", ("auto", "current", "engine", "recompute"))
+    loss_aggregation: str = option(
+        "token_mean",
+        "What the loss is a mean of: all tokens, the means of sequences, or token sums over max_new_tokens (constant).",
+        ("token_mean", "sequence_mean", "constant"),
+    )
+    old_logprobs: str = option(
+        "auto",
+        "Denominator of the importance ratio: the current policy (ratio 1), the engine's logprobs, or a forward before the update; auto is current when on-policy with one minibatch, else recompute at staleness 0 and engine otherwise.",
+        ("auto", "current", "engine", "recompute"),
+    )
     minibatches: int = option(1, "Optimizer steps per batch.")
     kl_coefficient: float = option(0.0, "Weight of the KL to the reference model in the loss; 0 needs no reference model.")
-    kl_estimator: str = option("k3", "Estimator of that KL per token (Schulman 2020).", ("k1", "k2", "k3"))
-    reference: str = option("initial", "Who computes reference logprobs: the trainer's own copy of the initial weights, or a model actor of its own.", ("initial", "actor"))
+    kl_estimator: str = option(
+        "k3",
+        "Estimator of that KL per token (Schulman 2020); k1 is not offered, for as a loss its gradient ignores the reference.",
+        ("k2", "k3"),
+    )
+    reference: str = option(
+        "initial",
+        "Who computes reference logprobs: the trainer's own copy of the initial weights, or a model actor of its own.",
+        ("initial", "actor"),
+    )
     reference_path: str | None = option(None, "Model directory of the reference; null is model.path.")
     entropy_coefficient: float = option(0.0, "Weight of the entropy bonus.")
     skip_zero_variance: bool = option(False, "Leave groups whose rewards are all equal out of the denominators.")
@@ -138,7 +168,11 @@ class TrainingConfig:
     backend: str = option("fsdp2", "How the model is sharded over ranks.", ("fsdp2",))
     ranks: int = option(1, "Trainer ranks (one GPU each on a GPU machine).")
     micro_batch_tokens: int = option(8192, "Most tokens in one forward; rows are packed up to it.")
-    attention: str = option("auto", "Attention over packed rows: padded (any device) or flash (variable-length kernels, GPU); auto is flash on a GPU in bfloat16 where flash_attn is installed.", ("auto", "padded", "flash"))
+    attention: str = option(
+        "auto",
+        "Attention over packed rows: padded (any device) or flash (variable-length kernels, GPU); auto is flash on a GPU in bfloat16 where flash_attn is installed.",
+        ("auto", "padded", "flash"),
+    )
     trainable: str = option("all", "`all`, or a regular expression of parameter names that are trained; others are frozen.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     reshard_after_forward: bool = option(True, "Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2).")
@@ -159,7 +193,11 @@ class EngineConfig:
     kv_cache_mib: int = option(256, "KV cache of one engine in MiB (CPU only).")
     block_size: int = option(32, "Tokens of one KV block; the CPU build needs multiples of 32.")
     prefix_caching: bool = option(True, "Reuse the KV of equal prefixes.")
-    process: str = option("auto", "Where vLLM's core runs: in the actor (in_actor), or in processes of its own (separate); auto is in_actor on CPU.", ("auto", "in_actor", "separate"))
+    process: str = option(
+        "auto",
+        "Where vLLM's core runs: in the actor (in_actor), or in processes of its own (separate); auto is in_actor on CPU.",
+        ("auto", "in_actor", "separate"),
+    )
     threads: int = option(1, "CPU threads of an engine.")
     request_timeout_s: float = option(900.0, "Deadline of one generation request.")
     max_restarts: int = option(2, "How often a dead engine is started again before the run stops.")
@@ -181,7 +219,11 @@ class WeightsConfig:
 class PlacementConfig:
     """Which resources the parts ask Ray for."""
 
-    mode: str = option("split", "split: engines and trainers have their own GPUs; colocated: they share them, phases never overlap.", ("split", "colocated"))
+    mode: str = option(
+        "split",
+        "split: engines and trainers have their own GPUs; colocated: they share them, phases never overlap.",
+        ("split", "colocated"),
+    )
     device: str = option("auto", "auto takes GPUs when this machine has them; set gpu when only the cluster does.", ("auto", "cpu", "gpu"))
     trainer_cpus: float = option(0.5, "CPUs that Ray reserves for a trainer rank.")
     engine_cpus: float = option(0.5, "CPUs that Ray reserves for an engine.")

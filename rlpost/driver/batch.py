@@ -26,9 +26,7 @@ def split(groups: Sequence[Group], minibatches: int) -> list[Sequence[Group]]:
     return [groups[i * size : (i + 1) * size] for i in range(minibatches)]
 
 
-def build_minibatch(
-    groups: Sequence[Group], algorithm: Any, *, version: int, aggregation: str, constant: int, old: str
-) -> Minibatch:
+def build_minibatch(groups: Sequence[Group], algorithm: Any, *, version: int, aggregation: str, constant: int, old: str) -> Minibatch:
     """Loss terms of the trajectories that the algorithm keeps.
 
     ``version`` is the trainer's: only its tokens can show whether engine and trainer agree. ``old`` is the denominator of the

@@ -26,7 +26,7 @@ from rlpost.rollout.collector import Collector
 from rlpost.training.group import TrainerGroup
 from rlpost.training.packing import occupancy, pack, unpack
 from rlpost.training.protocol import UpdateRequest
-from rlpost.types import Group, InfrastructureError, SyncReport
+from rlpost.types import ConfigError, Group, InfrastructureError, SyncReport
 
 
 @dataclass(kw_only=True)
@@ -221,7 +221,7 @@ class OnlineRun:
             return
         with self.clock.phase("checkpoint"):
             partial = await asyncio.to_thread(checkpoints.begin, self.run_dir, self.step)
-            await self.parts.trainers.call("save", str(partial.absolute()))
+            await self.parts.trainers.call("save", str(partial))
             await asyncio.to_thread(checkpoints.complete, partial, self.state())
             await asyncio.to_thread(checkpoints.prune, self.run_dir, settings.keep)
             self.saved = self.step
@@ -230,16 +230,31 @@ class OnlineRun:
         """The driver's part of a checkpoint: the cursor, the groups that are under way, and what the step reported so far."""
         return {
             "step": self.step,
+            "schedule": self._schedule_facts(),
             "dispatched": self.buffer.dispatched,
             "cursor": dict(self.cursor.state()),
             "unfinished": {str(index): list(row) for index, row in self.collector.rows.items()},
             "record": {name: value if math.isfinite(value) else None for name, value in self.record.items()},
         }
 
+    def _schedule_facts(self) -> dict[str, int]:
+        """What a resumed run must have in common with the saved one: the groups under way and the data order follow from it."""
+        schedule = self.config.schedule
+        return {
+            "schedule.prompts_per_step": schedule.prompts_per_step,
+            "schedule.max_staleness": schedule.max_staleness,
+            "algorithm.group_size": self.config.algorithm.group_size,
+            "seed": self.config.seed,
+        }
+
     async def restore(self, checkpoint: Path) -> None:
         """Go on from a complete checkpoint: trainer state, cursor, and the groups that were under way."""
         state = checkpoints.read_driver_state(checkpoint)
-        await self.parts.trainers.call("load", str(checkpoint.absolute()))
+        changed = {name: (old, new) for name, new in self._schedule_facts().items() if (old := state["schedule"][name]) != new}
+        if changed:
+            listed = ", ".join(f"{name} was {old} and is {new}" for name, (old, new) in changed.items())
+            raise ConfigError(f"{checkpoint} cannot be resumed with another schedule: {listed}; set it back, or start a new run")
+        await self.parts.trainers.call("load", str(checkpoint))
         self.step = self.saved = self.buffer.version = int(state["step"])
         self.buffer.dispatched = int(state["dispatched"])
         self.cursor.restore(state["cursor"])

@@ -42,7 +42,8 @@ def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
         path = str(model_path(path.removeprefix(EMBEDDED_PREFIX)))
     if prompts and any(prompt.messages is not None for prompt in prompts) and not check_chat_template(path, config.model.chat_template):
         raise ConfigError(
-            f"data.train holds chat messages, but the tokenizer of {config.model.path} has no chat template; set model.chat_template to a file"
+            f"data.train holds chat messages, but the tokenizer of {config.model.path} has no chat template; "
+            "set model.chat_template to a file"
         )
     if prompts is None:
         return None, ["data from a hub is not read in a dry run"]

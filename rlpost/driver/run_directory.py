@@ -90,3 +90,13 @@ def _fresh(config: RunConfig) -> Path:
 def _beside(path: Path) -> Path:
     """A run that died before its first checkpoint is kept as it is; the new one goes beside it."""
     return next(p for n in range(2, 1000) if not (p := path.with_name(f"{path.name}{ATTEMPT}{n}")).exists())
+
+
+def write_config(run: RunDirectory, yaml: str) -> Path:
+    """Keep the resolved config: as config.yaml, or beside it for each resume."""
+    path = run.path / CONFIG_FILE
+    if run.checkpoint is not None:
+        name = f"config-resumed-{run.checkpoint.name}"
+        path = next(p for n in range(1, 10000) if not (p := run.path / f"{name}-{n}.yaml").exists())
+    path.write_text(yaml)
+    return path

@@ -21,10 +21,10 @@ from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
 from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer
+from rlpost.driver.preflight import field_names
 from rlpost.environments.catalogue import environment_factory
 from rlpost.environments.protocol import Environment
-from rlpost.driver.preflight import field_names
-from rlpost.models.embedded import EMBEDDED_PREFIX, build
+from rlpost.models.embedded import local_model
 from rlpost.rewards import load_rewards
 from rlpost.rewards.runner import RewardRunner
 from rlpost.rollout.collector import RolloutPlan
@@ -49,10 +49,6 @@ class Inputs:
     held_out: list[Prompt]
     algorithm: Algorithm
     make_environment: Callable[[], Environment]
-
-def local_model(path: str) -> str:
-    """A model directory or hub name; an embedded model is built on first use."""
-    return str(build(path.removeprefix(EMBEDDED_PREFIX))) if path.startswith(EMBEDDED_PREFIX) else path
 
 
 def load_inputs(config: RunConfig) -> Inputs:

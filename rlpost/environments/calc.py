@@ -31,5 +31,7 @@ class Calc:
             self.calls += 1
             return Step(observation=f"{int(call[1]) * int(call[2])}\n", reward=self.call_reward)
         return Step(
-            reward=float(action.strip() == self.answer), terminated=True, metrics={"tool_calls": float(self.calls), "used_tool": float(self.calls > 0)}
+            reward=float(action.strip() == self.answer),
+            terminated=True,
+            metrics={"tool_calls": float(self.calls), "used_tool": float(self.calls > 0)},
         )

@@ -38,14 +38,29 @@ class Recipe:
 
 
 TINY = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 192,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 192,
+}
 SMALL = {
-    "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536,
-}  # fmt: skip
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
 MICRO = {
-    "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256,
-}  # fmt: skip
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+}
 
 RECIPES = {
     "tiny-sort5": Recipe(description="0.1 M parameters, warm-started on sort5", architecture=TINY, task="sort5", steps=300),
@@ -78,6 +93,11 @@ def build(name: str) -> Path:
         if done.returncode:
             raise ConfigError(f"building embedded model {name!r} failed with exit code {done.returncode}; its output is above")
     return path
+
+
+def local_model(path: str) -> str:
+    """A model directory or hub name as it is; an ``embedded:`` model is built on first use."""
+    return str(build(path.removeprefix(EMBEDDED_PREFIX))) if path.startswith(EMBEDDED_PREFIX) else path
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------

@@ -81,22 +81,25 @@ class EngineClient:
                 if not self._waiting:
                     self._work.clear()
                     await self._work.wait()
-                for result in await self._poll():
-                    future = self._waiting.get(result.request_id)
-                    if future is not None and not future.done():
+                for request_id, result in await self._poll():
+                    future = self._waiting.get(request_id)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(result, InfrastructureError):
+                        future.set_exception(result)
+                    else:
                         future.set_result(result)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - it reaches every waiting request
             self._lose(error)
 
-    async def _poll(self) -> list[GenerateResult]:
+    async def _poll(self) -> list[tuple[str, GenerateResult | InfrastructureError]]:
         deadline_s = POLL_S + POLL_GRACE_S
         try:
-            results: list[GenerateResult] = await asyncio.wait_for(_resolve(self.actor.collect.remote(POLL_S)), deadline_s)
+            return await asyncio.wait_for(_resolve(self.actor.collect.remote(POLL_S)), deadline_s)
         except TimeoutError:
             raise InfrastructureError(f"it answered no poll for {deadline_s:.0f} s") from None
-        return results
 
     def _lose(self, error: BaseException) -> None:
         if self.lost is None:

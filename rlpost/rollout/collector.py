@@ -195,7 +195,7 @@ class Collector:
         deadline = time.perf_counter() + timeout_s
         while True:
             if self._failure is not None:
-                raise _first(self._failure)
+                raise first_error(self._failure)
             if self.buffer.ready():
                 break
             if interrupted():
@@ -225,7 +225,7 @@ class Collector:
         await asyncio.gather(*groups, return_exceptions=True)
 
 
-def _first(error: BaseException) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
     """The error inside an ExceptionGroup that a task group made of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

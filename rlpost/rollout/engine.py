@@ -45,7 +45,11 @@ class EngineSettings:
 
     def environment(self) -> dict[str, str]:
         """Environment of the engine's process; it must be set before vLLM or torch is imported."""
-        common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TOKENIZERS_PARALLELISM": "false"}
+        common = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         if self.device == "gpu":
             return common
         # Measured on CPU: more than one unbound thread an engine, or the hidden compile of logprob gathering, costs a factor ten.
@@ -98,7 +102,7 @@ class VllmEngine:
         self.settings = settings
         self.version = -1
         self.llm: Any = None
-        self._finished: asyncio.Queue[GenerateResult | BaseException] = asyncio.Queue()
+        self._finished: asyncio.Queue[tuple[str, GenerateResult | InfrastructureError]] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> dict[str, Any]:
@@ -146,37 +150,33 @@ class VllmEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            output = None
-            async for output in self.llm.generate({"prompt_token_ids": list(request.tokens)}, parameters, request.request_id):
-                pass
-            assert output is not None
-            self._finished.put_nowait(to_result(request, output))
+            stream = self.llm.generate({"prompt_token_ids": list(request.tokens)}, parameters, request.request_id)
+            [output] = [final async for final in stream]
+            self._finished.put_nowait((request.request_id, to_result(request, output)))
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - vLLM's errors must not make the driver import vLLM
-            self._finished.put_nowait(
-                InfrastructureError(f"{self.settings.name}: request {request.request_id} failed: {type(error).__name__}: {error}")
-            )
+            failed = InfrastructureError(f"{self.settings.name}: request {request.request_id} failed: {type(error).__name__}: {error}")
+            self._finished.put_nowait((request.request_id, failed))
         finally:
             self._running.pop(request.request_id, None)
 
-    async def collect(self, timeout_s: float, linger_s: float = 0.005) -> list[GenerateResult]:
-        """All results since the last call; waits up to ``timeout_s`` for the first, then ``linger_s`` for company.
+    async def collect(self, timeout_s: float, linger_s: float = 0.005) -> list[tuple[str, GenerateResult | InfrastructureError]]:
+        """What ended since the last call, by request id: a result, or why this one request could not be served.
 
-        Raises InfrastructureError when the engine cannot generate any more.
+        Waits up to ``timeout_s`` for the first, then ``linger_s`` for company. Raises InfrastructureError when the engine cannot
+        generate any more.
         """
         try:
-            first = await asyncio.wait_for(self._finished.get(), timeout_s)
+            items = [await asyncio.wait_for(self._finished.get(), timeout_s)]
+            await asyncio.sleep(linger_s)
         except TimeoutError:
-            return []
-        await asyncio.sleep(linger_s)
-        items = [first]
+            items = []
         while not self._finished.empty():
             items.append(self._finished.get_nowait())
-        for item in items:
-            if isinstance(item, BaseException):
-                raise item
-        return items  # type: ignore[return-value]
+        if self.llm.errored:
+            raise InfrastructureError(f"{self.settings.name}: vLLM's core is dead; its log says why")
+        return items
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; they give no result."""
@@ -216,7 +216,9 @@ class VllmEngine:
         receipts = await self._guarded(self.llm.collective_rpc("weight_receipt"), "weight_receipt")
         for receipt in receipts:
             if receipt["missing"]:
-                raise InfrastructureError(f"{self.settings.name} never received {len(receipt['missing'])} parameters: {receipt['missing'][:5]}")
+                raise InfrastructureError(
+                    f"{self.settings.name} never received {len(receipt['missing'])} parameters: {receipt['missing'][:5]}"
+                )
         fingerprints = {receipt["fingerprint"] for receipt in receipts}
         if len(fingerprints) != 1:
             raise InfrastructureError(f"{self.settings.name}: its workers received different weights: {sorted(fingerprints)}")
@@ -271,10 +273,6 @@ class VllmEngine:
             return torch.cuda.max_memory_allocated() / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-    async def cpu_seconds(self) -> float:
-        """CPU seconds of this process and its children so far (benchmarks)."""
-        return sum(os.times()[:4])
-
     async def stop(self) -> None:
         """End the engine; bounded in time."""
         for task in list(self._running.values()):
@@ -296,7 +294,9 @@ def to_result(request: GenerateRequest, output: Any) -> GenerateResult:
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
     if len(tokens) and versions.min() < 0:
-        raise InfrastructureError(f"request {request.request_id}: the engine stamped no policy version on some tokens: {completion.weight_versions}")
+        raise InfrastructureError(
+            f"request {request.request_id}: the engine stamped no policy version on some tokens: {completion.weight_versions}"
+        )
     reason = completion.finish_reason
     return GenerateResult(
         request_id=request.request_id,

@@ -82,7 +82,9 @@ class EnginePool:
     async def _wait_for_replacement(self) -> None:
         async with self._replaced:
             try:
-                await asyncio.wait_for(self._replaced.wait_for(lambda: any(self.router.alive)), self.start_timeout_s + self.request_timeout_s)
+                await asyncio.wait_for(
+                    self._replaced.wait_for(lambda: any(self.router.alive)), self.start_timeout_s + self.request_timeout_s
+                )
             except TimeoutError:
                 raise InfrastructureError("no engine is alive, and none was replaced in time") from None
 
@@ -99,7 +101,8 @@ class EnginePool:
             self.restarts += 1
             if self.restarts > self.max_restarts:
                 raise InfrastructureError(
-                    f"engines died {self.restarts} times, more than engine.max_restarts={self.max_restarts}; last: {self.clients[index].lost}"
+                    f"engines died {self.restarts} times, more than engine.max_restarts={self.max_restarts}; "
+                    f"last: {self.clients[index].lost}"
                 )
             await self.clients[index].close()
             ray.kill(self.actors[index])

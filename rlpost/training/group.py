@@ -84,7 +84,9 @@ class TrainerGroup:
             late = [rank for rank, task in enumerate(waiting) if task in pending]
             for task in pending:
                 task.cancel()
-            raise InfrastructureError(f"{self.role} ranks {late} did not finish {method} within {timeout_s:.0f} s (schedule.phase_timeout_s)")
+            raise InfrastructureError(
+                f"{self.role} ranks {late} did not finish {method} within {timeout_s:.0f} s (schedule.phase_timeout_s)"
+            )
         return [task.result() for task in waiting]
 
     def kill(self) -> None:

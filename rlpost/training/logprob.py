@@ -19,7 +19,7 @@ class TargetLogprob(torch.autograd.Function):
     """``(hidden [n, h], weight [v, h], target [n], temperature, chunk) -> (logprob [n], entropy [n])``, both float32."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = hidden.size(0)
@@ -36,7 +36,7 @@ class TargetLogprob(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, target, log_sum, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
@@ -63,4 +63,4 @@ def target_logprob(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of ``target`` and entropy of the whole distribution at ``temperature``; see :class:`TargetLogprob`."""
-    return TargetLogprob.apply(hidden, weight, target, temperature, chunk)  # type: ignore[no-any-return]
+    return TargetLogprob.apply(hidden, weight, target, temperature, chunk)

@@ -34,7 +34,14 @@ class TargetOutput:
 
 
 def load_policy(
-    path: str, *, config: TrainingConfig, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device, attention_name: str, trust_remote_code: bool
+    path: str,
+    *,
+    config: TrainingConfig,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    device: torch.device,
+    attention_name: str,
+    trust_remote_code: bool,
 ) -> Any:
     """The model at ``path``, sharded over ``mesh`` with float32 master weights, forward in ``dtype``.
 
@@ -72,8 +79,8 @@ def load_policy(
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """The repeated blocks of the model: the elements of its longest module list."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    lists: list[list[torch.nn.Module]] = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def freeze(model: Any, trainable: str) -> None:

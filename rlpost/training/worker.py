@@ -6,7 +6,7 @@ All ranks get every call in the same order; the methods are collectives over the
 from __future__ import annotations
 
 import datetime
-import os
+import math
 import random
 import resource
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from rlpost.training import model as models
 from rlpost.training.optimizer import make_optimizer
 from rlpost.training.packing import MicroBatch
 from rlpost.training.protocol import UpdateRequest, WorkerSettings
-from rlpost.types import WeightsManifest
+from rlpost.types import RlpostError, WeightsManifest
 from rlpost.weights import collective
 from rlpost.weights.buckets import plan_buckets
 
@@ -102,8 +102,14 @@ class TrainerRank:
             loss = self._loss(micro, output, request, tally)
             # FSDP averages gradients over ranks; the sum over ranks is wanted.
             (loss * (self.world / request.denominator)).backward()
-        norm = self._clip(request)
-        lr = self.schedule.get_last_lr()[0]
+        norm = self._clip()
+        if not math.isfinite(norm):
+            # Every rank has the same norm, so every rank stops here; the weights are still those of the last step.
+            raise RlpostError(
+                f"the gradient norm is {norm}, so no step was taken: look at train/ratio_max and the rewards of the last steps; "
+                "lower training.optimizer.lr and resume from the last checkpoint"
+            )
+        lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
@@ -131,9 +137,11 @@ class TrainerRank:
         tally.add_targets(weight, output, total, self._tensor(micro.parity_logprobs) if request.measure_parity else None)
         return total
 
-    def _clip(self, request: UpdateRequest) -> float:
+    def _clip(self) -> float:
         limit = self.settings.training.optimizer.clip_norm
-        norm = torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], limit or float("inf"), foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(
+            [p for p in self.model.parameters() if p.grad is not None], limit or float("inf"), foreach=True
+        )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[np.ndarray]:
@@ -165,7 +173,11 @@ class TrainerRank:
         shapes = tuple(tuple(tensor.shape) for _, tensor in tensors)
         dtypes = (engine_dtype,) * len(tensors)
         return WeightsManifest(
-            version=0, names=tuple(name for name, _ in tensors), shapes=shapes, dtypes=dtypes, buckets=plan_buckets(shapes, dtypes, bucket_bytes)
+            version=0,
+            names=tuple(name for name, _ in tensors),
+            shapes=shapes,
+            dtypes=dtypes,
+            buckets=plan_buckets(shapes, dtypes, bucket_bytes),
         )
 
     def serve_weights(self, world: int, timeout_s: float) -> tuple[str, int]:
@@ -233,19 +245,6 @@ class TrainerRank:
         from rlpost.checkpoint.state import load_rank
 
         load_rank(Path(directory), self.rank, self.model, self.optimizer, self.schedule)
-
-    @torch.no_grad()
-    def export(self, directory: str) -> None:
-        """Write a Hugging Face directory (rank 0), that transformers and vLLM load."""
-        from rlpost.checkpoint.export import export_model
-
-        tensors = [(name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in models.full_tensors(self.model)]
-        if self.rank == 0:
-            export_model(Path(directory), tensors, Path(self.settings.model_path), getattr(torch, self.settings.dtype))
-
-    def cpu_seconds(self) -> float:
-        """CPU seconds of this process so far (benchmarks)."""
-        return sum(os.times()[:2])
 
 
 class _Tally:

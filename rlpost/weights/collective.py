@@ -67,7 +67,9 @@ def bucket_bytes(manifest: WeightsManifest, bucket: tuple[int, int]) -> int:
     return sum(tensor_bytes(manifest.shapes[i], manifest.dtypes[i]) for i in range(*bucket))
 
 
-def send(group: Any | None, manifest: WeightsManifest, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> tuple[str, int]:
+def send(
+    group: Any | None, manifest: WeightsManifest, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
+) -> tuple[str, int]:
     """Gather and send every tensor, a bucket at a time. Every trainer rank iterates; only the one with a group sends.
 
     Returns the fingerprint of what was sent (on the sender; others return an empty one) and the bytes.

@@ -1,9 +1,9 @@
 """Stage, compare, commit: the driver's side of a weight sync.
 
-    before   the trainer holds the weights of one version; engines hold those of an earlier one and may be generating
-    stage    engines freeze, all receive and load; each acknowledges with the fingerprint of what it received
-    commit   only if every fingerprint equals the trainer's: engines set the version and go on generating
-    after    the policy version moved on all engines, or on none and the run stops (or a full sync is tried again)
+before   the trainer holds the weights of one version; engines hold those of an earlier one and may be generating
+stage    engines freeze, all receive and load; each acknowledges with the fingerprint of what it received
+commit   only if every fingerprint equals the trainer's: engines set the version and go on generating
+after    the policy version moved on all engines, or on none and the run stops (or a full sync is tried again)
 """
 
 from __future__ import annotations

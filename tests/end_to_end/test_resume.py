@@ -13,9 +13,16 @@ from rlpost.observe import read_rollouts
 
 # 11 prompts do not divide into steps of 4: the cursor is inside an epoch at every checkpoint.
 SETTINGS = (
-    "config=grpo_tiny", "schedule.steps=7", "schedule.prompts_per_step=4", "algorithm.group_size=4", "evaluation.every=0", "checkpoint.every=2",
-    "data.limit=11", "training.optimizer.warmup_steps=2", "run_dir=run",
-)  # fmt: skip
+    "config=grpo_tiny",
+    "schedule.steps=7",
+    "schedule.prompts_per_step=4",
+    "algorithm.group_size=4",
+    "evaluation.every=0",
+    "checkpoint.every=2",
+    "data.limit=11",
+    "training.optimizer.warmup_steps=2",
+    "run_dir=run",
+)
 
 
 def kill_after_step(command: Command, step: int) -> str:

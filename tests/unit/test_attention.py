@@ -57,9 +57,7 @@ def test_packed_attention_equals_each_sequence_alone_with_gradients(lengths: lis
     )[None]
     torch.testing.assert_close(got, expected)
     upstream = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    for mine, theirs in zip(
-        torch.autograd.grad(got, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True
-    ):
+    for mine, theirs in zip(torch.autograd.grad(got, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 

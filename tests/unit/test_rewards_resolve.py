@@ -95,9 +95,7 @@ def test_entry_point_that_fails_to_load_shows_why() -> None:
         ("exits.py:f", "raised SystemExit"),
     ],
 )
-def test_what_cannot_be_found_is_named_with_the_remedy(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str
-) -> None:
+def test_what_cannot_be_found_is_named_with_the_remedy(directory: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # `present` is a file here, not an importable module
     (directory / "present.py").write_text("from os import getcwd\ndef function(prompt, completion):\n    return 1.0\n")
     (directory / "syntax.py").write_text("x = 1\ndef f(:\n")
