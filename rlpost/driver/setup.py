@@ -36,6 +36,10 @@ from rlpost.training.protocol import WorkerSettings
 from rlpost.types import ConfigError, Prompt, SamplingSettings
 from rlpost.weights.coordinator import WeightSync
 
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+"""glibc gives activations back to the system at every free and gets them page by page again, a tenth of a CPU trainer's time.
+32 MiB is the largest threshold that it takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -247,7 +251,7 @@ def trainer_options(config: RunConfig, derived: Derived, gang: Gang, rank: int, 
     gpus = {} if derived.device == "cpu" else {"num_gpus": 0.5 if shared else 1}
     variables = {"OMP_NUM_THREADS": str(config.training.threads), "TOKENIZERS_PARALLELISM": "false"}
     if derived.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+        variables |= {"CUDA_VISIBLE_DEVICES": "", **KEEP_FREED_MEMORY}
     return {
         **gang.options(bundle, num_cpus=config.placement.trainer_cpus, **gpus),
         **_environment(run_dir, f"{role}-{rank}", variables),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -167,6 +171,36 @@ def test_failure_shows_the_end_of_pips_output(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(make_venv.SetupError, match="exit code 3"):
         environment.step("a step", [sys.executable, "-c", program])
     assert "a line of pip" in capsys.readouterr().out
+
+
+def test_killed_step_says_by_which_signal(tmp_path: Path) -> None:
+    environment = make_venv.Environment(tmp_path, tmp_path)
+    with pytest.raises(make_venv.SetupError, match="killed by SIGTERM"):
+        environment.step("a step", [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
+
+
+def test_ending_the_script_ends_its_pip(tmp_path: Path) -> None:
+    """Left alone, pip would go on writing into an environment that the next make empties."""
+    pid_file = tmp_path / "pid"
+    step = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    program = (
+        f"import sys; sys.path.insert(0, {str(PROJECT / 'requirements')!r}); import make_venv\n"
+        f"make_venv.Environment.make = lambda self, lock: self.step('a step', [sys.executable, '-c', {step!r}])\n"
+        f"sys.argv = ['make_venv', {str(tmp_path)!r}, '--lock', 'none']\n"
+        "sys.exit(make_venv.main())\n"
+    )
+    script = subprocess.Popen([sys.executable, "-B", "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (pid_file.exists() and pid_file.read_text()):
+            assert time.monotonic() < deadline and script.poll() is None
+            time.sleep(0.05)
+        script.terminate()
+        assert script.wait(timeout=60) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid_file.read_text()), 0)
+    finally:
+        script.kill()
 
 
 def test_progress_counts_what_this_command_collected(tmp_path: Path) -> None:
