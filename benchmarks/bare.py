@@ -96,7 +96,7 @@ def update(model_path: str, files: list[str]) -> None:
         positions = torch.tensor(np.concatenate([np.arange(n) for n in lengths]))
         hidden = model.model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            packed_layout=attention.PackedLayout.of(lengths, torch.device("cpu")),
+            packed_layout=attention.PackedLayout.of(lengths, np.arange(lengths.sum()), torch.device("cpu")),
         ).last_hidden_state[0]  # fmt: skip
         logits = model.lm_head(hidden.index_select(0, trained - 1))
         logprobs = torch.log_softmax(logits, -1).gather(1, tokens[trained][:, None])

@@ -46,8 +46,9 @@ def run(model_path: str, max_new_tokens: int, steps: int, stops: list[int]) -> d
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output, per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES, max_completion_length=max_new_tokens,
-            max_steps=steps, learning_rate=1e-9, beta=0.0, temperature=1.0, bf16=False, fp16=False, use_cpu=True, gradient_checkpointing=False,
-            report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, loss_type="dapo", mask_truncated_completions=False,
+            max_steps=steps, learning_rate=1e-9, beta=0.0, temperature=1.0, bf16=False, fp16=False, use_cpu=True,
+            gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, loss_type="dapo",
+            mask_truncated_completions=False,
             dataloader_num_workers=0, generation_kwargs={"eos_token_id": [tokenizer.eos_token_id, *stops]},
         )  # fmt: skip
         rows = [{"prompt": row["prompt"]} for row in embedded_rows("sort5")[:64]]

@@ -176,21 +176,25 @@ def summarise(
 
 def show(result: dict[str, Any]) -> None:
     """One case as lines."""
+    lengths = result["lengths"]
     print(
-        f"\n{result['case']}: median {result['lengths']['median']:.0f}, longest {result['lengths']['longest']:.0f} tokens; {result['tokens_a_step']:.0f} tokens a step"
+        f"\n{result['case']}: median {lengths['median']:.0f}, longest {lengths['longest']:.0f} tokens; "
+        f"{result['tokens_a_step']:.0f} tokens a step"
     )
     print(f"  limit       {result['limit_cpu_s']:7.2f} CPU-s a step")
     roles = ", ".join(f"{role} {seconds:.2f}" for role, seconds in result["cpu_s_by_role"].items())
     print(f"  ours        {result['cpu_s']:7.2f} CPU-s a step, {result['cpu_ratio_to_limit']:.2f} x the limit ({roles})")
     print(
-        f"  generation  {result['generate_ratio']:.2f} of bare vLLM's tokens/s; update {result['update_ratio']:.2f} of bare PyTorch's tokens a CPU-s"
+        f"  generation  {result['generate_ratio']:.2f} of bare vLLM's tokens/s; "
+        f"update {result['update_ratio']:.2f} of bare PyTorch's tokens a CPU-s"
     )
     for name, peer in result["peers"].items():
         print(f"  {name}  {peer['ratio_to_limit']:.2f} x the limit, {peer['times_ours']:.2f} x ours (same tokens)")
     if "overlap" in result:
         lag = result["overlap"]
         print(
-            f"  max_staleness=1: {lag['wall_s']:.2f} s a step; generation + update one after the other: {lag['generate_plus_update_s']:.2f} s"
+            f"  max_staleness=1: {lag['wall_s']:.2f} s a step; "
+            f"generation + update one after the other: {lag['generate_plus_update_s']:.2f} s"
         )
 
 

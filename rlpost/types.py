@@ -199,6 +199,9 @@ class LossTerms:
     """
 
     trajectory_id: str
+    group_id: str
+    prompt_length: int
+    """Tokens that all trajectories of the group have in common at their start: the trainer computes them once."""
     tokens: np.ndarray
     trainable: np.ndarray
     weight: np.ndarray

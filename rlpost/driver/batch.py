@@ -42,6 +42,8 @@ def build_minibatch(groups: Sequence[Group], algorithm: Any, *, version: int, ag
         terms.append(
             LossTerms(
                 trajectory_id=trajectory.trajectory_id,
+                group_id=trajectory.group_id,
+                prompt_length=trajectory.prompt_length,
                 tokens=trajectory.tokens,
                 trainable=trajectory.trainable,
                 weight=weight,

@@ -56,6 +56,8 @@ class OnlineRun:
         self.budget = FailureBudget(self.config.reward_runner.max_failed_fraction)
         self.rollouts = RolloutWriter(self.run_dir, self.config.observe.rollouts)
         self.colocated = self.config.placement.mode == "colocated"
+        # Variable-length kernels take sequences that lie end to end, so there a prompt is computed for each sample.
+        self.share = self.derived.attention == "padded"
         self.saved = -1
         self.unfinished: dict[int, tuple[int, int]] = {}
 
@@ -138,12 +140,14 @@ class OnlineRun:
         return batch
 
     async def _logprobs(self, group: TrainerGroup, method: str, batch: Minibatch) -> list[Any]:
-        packed = pack(batch.terms, ranks=group.world, micro_batch_tokens=self.config.training.micro_batch_tokens)
+        packed = pack(batch.terms, ranks=group.world, micro_batch_tokens=self.config.training.micro_batch_tokens, share=self.share)
         values = await group.call_each(method, [(micros, self.config.sampling.temperature) for micros in packed])
         return unpack(packed, values, batch.terms)
 
     async def _update(self, batch: Minibatch, components: Sequence[Any], *, first: bool) -> dict[str, float]:
-        packed = pack(batch.terms, ranks=self.parts.trainers.world, micro_batch_tokens=self.config.training.micro_batch_tokens)
+        packed = pack(
+            batch.terms, ranks=self.parts.trainers.world, micro_batch_tokens=self.config.training.micro_batch_tokens, share=self.share
+        )
         requests = [
             (
                 UpdateRequest(

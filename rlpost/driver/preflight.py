@@ -5,11 +5,13 @@ Nothing here needs a cluster; no ray, torch or vllm is imported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlpost.algorithms.catalogue import make_algorithm
 from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
+from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer, check_chat_template
 from rlpost.environments.catalogue import environment_factory
 from rlpost.models.embedded import EMBEDDED_PREFIX, model_path
@@ -24,39 +26,68 @@ def field_names(prompts: list[Prompt]) -> set[str]:
     return {name for prompt in prompts for name in prompt.fields}
 
 
+def read_prompts(config: RunConfig, *, hub: bool) -> dict[str, list[Prompt]]:
+    """The prompts that a run reads, by configuration key, without tokens; ``hub`` false leaves out what is on a hub.
+
+    Raises ConfigError for a row that cannot be used.
+    """
+    sources: dict[str, tuple[str, int | None]] = {"data.train": (config.data.train, config.data.limit)}
+    if config.data.evaluation is not None and config.evaluation.every:
+        sources["data.evaluation"] = (config.data.evaluation, config.evaluation.prompts)
+    return {
+        key: load_prompts(source, prompt_field=config.data.prompt_field, id_field=config.data.id_field, limit=limit)
+        for key, (source, limit) in sources.items()
+        if hub or not source.startswith(HUB)
+    }
+
+
+def check_rewards(config: RunConfig, prompts: Mapping[str, list[Prompt]]) -> None:
+    """Every reward function fits the rows of every data set that it will score. Raises ConfigError."""
+    if not config.rewards:
+        return
+    for key, rows in prompts.items():
+        try:
+            load_rewards(config.rewards, field_names(rows))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (with the rows of {key})") from error
+    if not prompts:
+        load_rewards(config.rewards)
+
+
 def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     """Number of training rows within the limits (None: a hub data set, not read here), and warnings. Raises ConfigError."""
     make_algorithm(config.algorithm)
     environment_factory(config.environment)
-    prompts: list[Prompt] | None = None
-    warnings: list[str] = []
-    for source in (config.data.train, config.data.evaluation):
-        if source is None or source.startswith(HUB):
-            continue
-        loaded = load_prompts(source, prompt_field=config.data.prompt_field, id_field=config.data.id_field, limit=config.data.limit)
-        prompts = loaded if prompts is None else prompts
-    if config.rewards:
-        load_rewards(config.rewards, None if prompts is None else field_names(prompts))
+    loaded = read_prompts(config, hub=False)
+    check_rewards(config, loaded)
+    warnings = [] if "data.train" in loaded else [f"data.train={config.data.train} is on a hub and not read in a dry run"]
     path = config.model.path
     if path.startswith(EMBEDDED_PREFIX):
         path = str(model_path(path.removeprefix(EMBEDDED_PREFIX)))
-    if prompts and any(prompt.messages is not None for prompt in prompts) and not check_chat_template(path, config.model.chat_template):
-        raise ConfigError(
-            f"data.train holds chat messages, but the tokenizer of {config.model.path} has no chat template; "
-            "set model.chat_template to a file"
-        )
-    if prompts is None:
-        return None, ["data from a hub is not read in a dry run"]
-    if not (Path(path) / "tokenizer.json").exists():
-        return len(prompts), [f"prompt lengths were not counted: the tokenizer of {config.model.path} is not on this machine yet"]
-    return _within_limit(config, prompts, path, warnings)
+    has_template = check_chat_template(path, config.model.chat_template)
+    for key, prompts in loaded.items():
+        if not has_template and any(prompt.messages is not None for prompt in prompts):
+            raise ConfigError(
+                f"{key} holds chat messages, but the tokenizer of {config.model.path} has no chat template; "
+                "set model.chat_template to a file"
+            )
+    rows = {key: len(prompts) for key, prompts in loaded.items()}
+    if loaded and not (Path(path) / "tokenizer.json").exists():
+        warnings.append(f"prompt lengths were not counted: the tokenizer of {config.model.path} is not on this machine yet")
+    elif loaded:
+        rows, over = _within_limit(config, loaded, path)
+        warnings += over
+    return rows.get("data.train"), warnings
 
 
-def _within_limit(config: RunConfig, prompts: list[Prompt], path: str, warnings: list[str]) -> tuple[int, list[str]]:
-    from rlpost.data.prepare import tokenize_prompts
-
+def _within_limit(config: RunConfig, loaded: Mapping[str, list[Prompt]], path: str) -> tuple[dict[str, int], list[str]]:
     tokenizer = PromptTokenizer(path, config.model.chat_template, config.model.trust_remote_code)
-    kept, dropped = tokenize_prompts(prompts, tokenizer, config.data.max_prompt_tokens, config.data.overlong_prompts)  # type: ignore[arg-type]
-    if dropped:
-        warnings.append(f"{dropped} prompts longer than data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped")
-    return len(kept), warnings
+    rows: dict[str, int] = {}
+    warnings = []
+    limit = config.data.max_prompt_tokens
+    for key, prompts in loaded.items():
+        kept, dropped = tokenize_prompts(prompts, tokenizer, limit, config.data.overlong_prompts)  # type: ignore[arg-type]
+        rows[key] = len(kept)
+        if dropped:
+            warnings.append(f"{dropped} prompts of {key} longer than data.max_prompt_tokens={limit} will be dropped")
+    return rows, warnings

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ from rlpost.cluster import actor_logs, session
 from rlpost.cluster.placement import Gang
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
-from rlpost.data.load import load_prompts
 from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer
-from rlpost.driver.preflight import field_names
+from rlpost.driver.preflight import check_rewards, field_names, read_prompts
 from rlpost.environments.catalogue import environment_factory
 from rlpost.environments.protocol import Environment
 from rlpost.models.embedded import local_model
-from rlpost.rewards import load_rewards
 from rlpost.rewards.runner import RewardRunner
 from rlpost.rollout.collector import RolloutPlan
 from rlpost.rollout.engine import EngineSettings
@@ -33,7 +32,7 @@ from rlpost.rollout.episode import EpisodeLimits
 from rlpost.rollout.pool import EnginePool
 from rlpost.training.group import TrainerGroup
 from rlpost.training.protocol import WorkerSettings
-from rlpost.types import ConfigError, Prompt, SamplingSettings
+from rlpost.types import Prompt, SamplingSettings
 from rlpost.weights.coordinator import WeightSync
 
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
@@ -60,29 +59,21 @@ def load_inputs(config: RunConfig) -> Inputs:
     algorithm = make_algorithm(config.algorithm)
     make_environment = environment_factory(config.environment)
     data = config.data
-    raw = load_prompts(data.train, prompt_field=data.prompt_field, id_field=data.id_field, limit=data.limit)
-    raw_held_out = []
-    if data.evaluation is not None and config.evaluation.every:
-        raw_held_out = load_prompts(
-            data.evaluation, prompt_field=data.prompt_field, id_field=data.id_field, limit=config.evaluation.prompts
-        )
-    if config.rewards:
-        load_rewards(config.rewards, field_names(raw))
+    raw = read_prompts(config, hub=True)
+    check_rewards(config, raw)
     model_path = local_model(config.model.path)
     tokenizer = PromptTokenizer(model_path, config.model.chat_template, config.model.trust_remote_code)
-    prompts, dropped = tokenize_prompts(raw, tokenizer, data.max_prompt_tokens, data.overlong_prompts)  # type: ignore[arg-type]
-    held_out: list[Prompt] = []
-    if raw_held_out:
-        held_out, dropped_held_out = tokenize_prompts(raw_held_out, tokenizer, data.max_prompt_tokens, data.overlong_prompts)  # type: ignore[arg-type]
-        dropped += dropped_held_out
-    if not prompts:
-        raise ConfigError(f"data.train={data.train!r} has no prompts")
+    within_limit = partial(
+        tokenize_prompts, tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens, overlong=data.overlong_prompts  # type: ignore[arg-type]
+    )
+    prompts, dropped = within_limit(raw["data.train"])
+    held_out, dropped_held_out = within_limit(raw["data.evaluation"]) if "data.evaluation" in raw else ([], 0)
     return Inputs(
         model_path=model_path,
         reference_path=local_model(config.algorithm.reference_path) if config.algorithm.reference_path else model_path,
         tokenizer=tokenizer,
         prompts=prompts,
-        dropped=dropped,
+        dropped=dropped + dropped_held_out,
         held_out=held_out,
         algorithm=algorithm,
         make_environment=make_environment,

@@ -9,6 +9,7 @@ the whole optimizer step before the first backward, and every rank runs the same
     packing.py    trajectories -> equal numbers of balanced micro-batches a rank (numpy only)
     model.py      load, shard and patch a Hugging Face model so that its forward returns logprobs and entropy
     attention.py  attention over packed rows
+    norm.py       RMS normalisation in one pass each way
     logprob.py    logprob and entropy of targets without holding [tokens, vocabulary]
     optimizer.py  parameter groups and the learning-rate schedule
     protocol.py   what driver and rank say to each other

@@ -43,24 +43,24 @@ class PackedLayout:
     scatter: torch.Tensor
 
     @staticmethod
-    def of(lengths: np.ndarray, device: torch.device) -> PackedLayout:
-        """Plan the layout of sequences with these lengths."""
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    def of(lengths: np.ndarray, index: np.ndarray, device: torch.device) -> PackedLayout:
+        """Plan the layout of sequences with these lengths, whose tokens lie in the row at ``index`` (rows may be shared)."""
+        ends = np.cumsum(lengths)
+        sequences = np.split(index, ends[:-1])
         groups: list[list[int]] = []
-        for index in order:
-            if groups and lengths[groups[-1][0]] <= BUCKET_RATIO * lengths[index]:
-                groups[-1].append(index)
+        for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            if groups and lengths[groups[-1][0]] <= BUCKET_RATIO * lengths[item]:
+                groups[-1].append(item)
             else:
-                groups.append([index])
-        buckets, row_order = [], []
+                groups.append([item])
+        buckets, order = [], []
         for members in groups:
             longest = int(lengths[members[0]])
             gather = np.zeros((len(members), longest), np.int64)
             for row, member in enumerate(members):
-                gather[row, : lengths[member]] = np.arange(starts[member], starts[member] + lengths[member])
+                gather[row, : lengths[member]] = sequences[member]
             real = np.arange(longest)[None, :] < lengths[members][:, None]
-            row_order.append(gather[real])
+            order.append(gather[real])
             buckets.append(
                 Bucket(
                     sequences=len(members),
@@ -69,8 +69,9 @@ class PackedLayout:
                     real=torch.from_numpy(np.flatnonzero(real.reshape(-1))).to(device),
                 )
             )
-        inverse = np.argsort(np.concatenate(row_order), kind="stable")
-        return PackedLayout(buckets=tuple(buckets), scatter=torch.from_numpy(inverse).to(device))
+        # A shared row comes out once for each sequence that has it, equal every time: the first is taken.
+        _, first = np.unique(np.concatenate(order), return_index=True)
+        return PackedLayout(buckets=tuple(buckets), scatter=torch.from_numpy(first).to(device))
 
 
 def padded_attention(

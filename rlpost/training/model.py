@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlpost.config.schema import TrainingConfig
 from rlpost.training import attention
 from rlpost.training.logprob import target_logprob
+from rlpost.training.norm import replace_norms
 from rlpost.training.packing import MicroBatch
 from rlpost.types import ConfigError
 
@@ -65,6 +66,7 @@ def load_policy(
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    replace_norms(model)
     freeze(model, config.trainable)
     patch_forward(model, config.logprob_chunk_tokens, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
@@ -102,7 +104,7 @@ def patch_forward(model: Any, chunk: int, device: torch.device) -> None:
         row = micro if len(micro.lengths) else dummy_row()
         positions = to_tensor(row.positions, device)[None]
         if self.config._attn_implementation == attention.PADDED:
-            packed: dict[str, Any] = {"packed_layout": attention.PackedLayout.of(row.lengths, device)}
+            packed: dict[str, Any] = {"packed_layout": attention.PackedLayout.of(row.lengths, row.index, device)}
         else:
             packed = attention.flash_arguments(row.lengths, device)
         hidden = self.model(
@@ -125,7 +127,7 @@ def dummy_row() -> MicroBatch:
     """Two tokens that an empty micro-batch runs, so that collectives stay in step; the caller gives them no weight."""
     one = np.zeros(1, np.int64)
     return MicroBatch(
-        tokens=np.zeros(2, np.int64), positions=np.arange(2), lengths=np.array([2]), predictor=one, target=one, sequence=one,
+        tokens=np.zeros(2, np.int64), positions=np.arange(2), lengths=np.array([2]), index=np.arange(2), predictor=one, target=one, sequence=one,
         weight=np.zeros(1, np.float32), advantage=np.zeros(1, np.float32), parity_logprobs=np.zeros(1, np.float32),
         old_logprobs=None, reference_logprobs=None, members=(),
     )  # fmt: skip

@@ -1,8 +1,12 @@
-"""From trajectories to balanced micro-batches: the same number on every rank, none above the token limit."""
+"""From trajectories to balanced micro-batches: the same number on every rank, none above the token limit.
+
+Samples of one group begin with the same prompt. Every layer but attention works on single tokens, so a micro-batch holds the prompt's
+tokens once, however many samples of the group it has; attention lays the sequences out again by ``index``. The result is the
+same to the last rounding, and with N samples of P prompt and R answer tokens N (P + R) tokens become P + N R.
+"""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,17 +17,18 @@ from rlpost.types import ConfigError, LossTerms
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Whole sequences laid end to end in one row; nothing is padded.
+    """Whole sequences in one row; nothing is padded, and what sequences share at their start is there once.
 
-    ``tokens``, ``positions`` are ``[row_len]`` (positions restart at 0 in each sequence), ``lengths`` ``[sequences]``.
-    The remaining arrays are ``[targets]``, one entry a trained token: ``predictor`` is the row index whose hidden
-    state predicts it (its own index minus one), ``sequence`` the index into ``lengths``. ``old_logprobs`` and
-    ``reference_logprobs`` are None where the loss needs none. An empty micro-batch has no sequences at all.
+    ``tokens``, ``positions`` are ``[row_len]`` (a position counts within its sequence), ``lengths`` ``[sequences]``, and ``index``
+    ``[sum of lengths]`` holds the row index of each token of each sequence. The remaining arrays are ``[targets]``, one entry a
+    trained token: ``predictor`` is the row index whose hidden state predicts it, ``sequence`` the index into ``lengths``.
+    ``old_logprobs`` and ``reference_logprobs`` are None where the loss needs none. An empty micro-batch has no sequences.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     lengths: np.ndarray
+    index: np.ndarray
     predictor: np.ndarray
     target: np.ndarray
     sequence: np.ndarray
@@ -36,21 +41,65 @@ class MicroBatch:
     """Index of each sequence in the list that was packed."""
 
 
-def balance(lengths: Sequence[int], bins: int) -> list[list[int]]:
-    """Spread items over ``bins`` so that the fullest bin is small: longest first, each to the emptiest bin."""
-    heap = [(0, index) for index in range(bins)]
-    result: list[list[int]] = [[] for _ in range(bins)]
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, index = heapq.heappop(heap)
-        result[index].append(item)
-        heapq.heappush(heap, (load + lengths[item], index))
-    return [sorted(members) for members in result]
+class _Bins:
+    """Sequences in bins; a bin's load counts each shared prompt once."""
+
+    def __init__(self, terms: Sequence[LossTerms], count: int, share: bool) -> None:
+        self.terms, self.share = terms, share
+        self.members: list[list[int]] = [[] for _ in range(count)]
+        self.loads = [0] * count
+        self._groups: list[set[str]] = [set() for _ in range(count)]
+
+    def cost(self, item: int, target: int) -> int:
+        """Tokens that a sequence would add to a bin."""
+        term = self.terms[item]
+        shared = self.share and term.group_id in self._groups[target]
+        return len(term.tokens) - (term.prompt_length if shared else 0)
+
+    def add(self, item: int, target: int) -> None:
+        """Put a sequence into a bin."""
+        self.loads[target] += self.cost(item, target)
+        self.members[target].append(item)
+        self._groups[target].add(self.terms[item].group_id)
 
 
-def pack(terms: Sequence[LossTerms], *, ranks: int, micro_batch_tokens: int) -> list[list[MicroBatch]]:
+def balance(terms: Sequence[LossTerms], count: int, share: bool) -> list[list[int]]:
+    """Spread sequences over ``count`` bins so that the fullest is small: whole groups where that is as even, else one by one.
+
+    Longest first, each to where the load is smallest afterwards.
+    """
+    groups: dict[str, list[int]] = {}
+    for item, term in enumerate(terms):
+        groups.setdefault(term.group_id if share else str(item), []).append(item)
+    for members in groups.values():
+        members.sort(key=lambda item: (-len(terms[item].tokens), item))
+    whole, single = _Bins(terms, count, share), _Bins(terms, count, share)
+    by_size = sorted(groups.values(), key=lambda members: (-sum(len(terms[item].tokens) for item in members), members[0]))
+    for members in by_size:
+        target = min(range(count), key=lambda index: (whole.loads[index], index))
+        for item in members:
+            whole.add(item, target)
+    for members in by_size:
+        for item in members:
+            single.add(item, min(range(count), key=lambda index: (single.loads[index] + single.cost(item, index), index)))
+    best = whole if max(whole.loads) <= max(single.loads) else single
+    return [sorted(members) for members in best.members]
+
+
+def row_length(terms: Sequence[LossTerms], members: Sequence[int], share: bool) -> int:
+    """Tokens of the row that holds these sequences."""
+    total = sum(len(terms[item].tokens) for item in members)
+    if not share:
+        return total
+    prompts = {terms[item].group_id: terms[item].prompt_length for item in members}
+    return total - sum(terms[item].prompt_length for item in members) + sum(prompts.values())
+
+
+def pack(terms: Sequence[LossTerms], *, ranks: int, micro_batch_tokens: int, share: bool = True) -> list[list[MicroBatch]]:
     """Pack sequences into micro-batches: ``result[rank][i]``, the same number of micro-batches for every rank.
 
-    Raises ConfigError when one sequence alone is longer than ``micro_batch_tokens``.
+    ``share`` computes the prompt of a group once in each micro-batch. Raises ConfigError when one sequence alone is longer
+    than ``micro_batch_tokens``.
     """
     lengths = [len(term.tokens) for term in terms]
     if lengths and max(lengths) > micro_batch_tokens:
@@ -59,42 +108,54 @@ def pack(terms: Sequence[LossTerms], *, ranks: int, micro_batch_tokens: int) -> 
             f"trajectory {terms[worst].trajectory_id} has {lengths[worst]} tokens, more than training.micro_batch_tokens="
             f"{micro_batch_tokens}; raise it to at least {lengths[worst]}"
         )
-    per_rank = max(1, -(-sum(lengths) // (ranks * micro_batch_tokens)))
+    per_rank = max(1, -(-row_length(terms, range(len(terms)), share) // (ranks * micro_batch_tokens)))
     while True:
-        bins = balance(lengths, ranks * per_rank)
-        if max((sum(lengths[i] for i in members) for members in bins), default=0) <= micro_batch_tokens:
+        bins = balance(terms, ranks * per_rank, share)
+        if max(row_length(terms, members, share) for members in bins) <= micro_batch_tokens:
             break
         per_rank += 1
-    return [[build(terms, bins[i * ranks + rank]) for i in range(per_rank)] for rank in range(ranks)]
+    return [[build(terms, bins[i * ranks + rank], share) for i in range(per_rank)] for rank in range(ranks)]
 
 
-def build(terms: Sequence[LossTerms], members: Sequence[int]) -> MicroBatch:
-    """Lay the chosen sequences end to end."""
-    chosen = [terms[i] for i in members]
-    lengths = np.array([len(term.tokens) for term in chosen], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(chosen) else np.zeros(0, np.int64)
-    for term in chosen:
-        if len(term.tokens) and term.trainable[0]:
-            raise AssertionError(f"{term.trajectory_id}: the first token has no context, it cannot be trained")
+def build(terms: Sequence[LossTerms], members: Sequence[int], share: bool = True) -> MicroBatch:
+    """Lay the chosen sequences into one row."""
+    chosen = [terms[item] for item in members]
     trained = [np.flatnonzero(term.trainable) for term in chosen]
+    tokens: list[np.ndarray] = [np.zeros(0, np.int64)]
+    positions: list[np.ndarray] = [np.zeros(0, np.int64)]
+    rows: list[np.ndarray] = []
+    prompts: dict[str, tuple[int, np.ndarray]] = {}
+    end = 0
+    for term, targets in zip(chosen, trained, strict=True):
+        if len(targets) and targets[0] < max(1, term.prompt_length):
+            raise AssertionError(f"{term.trajectory_id}: a token of the prompt, or one without context, cannot be trained")
+        shared = term.prompt_length if share and term.group_id in prompts else 0
+        start, prompt = prompts.setdefault(term.group_id, (end, term.tokens[: term.prompt_length]))
+        if shared and not np.array_equal(prompt, term.tokens[:shared]):
+            raise AssertionError(f"{term.trajectory_id}: its prompt differs from that of its group {term.group_id}")
+        own = np.arange(shared, len(term.tokens))
+        tokens.append(term.tokens[shared:].astype(np.int64))
+        positions.append(own)
+        rows.append(np.concatenate([np.arange(start, start + shared), end + own - shared]))
+        end += len(own)
 
     def gather(name: str, dtype: type) -> np.ndarray:
-        parts = [np.asarray(getattr(term, name))[index] for term, index in zip(chosen, trained, strict=True)]
+        parts = [np.asarray(getattr(term, name))[targets] for term, targets in zip(chosen, trained, strict=True)]
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
     def gather_optional(name: str) -> np.ndarray | None:
         # The same choice on every rank and micro-batch, empty ones too: it is a property of the whole list.
         return gather(name, np.float32) if terms and getattr(terms[0], name) is not None else None
 
+    none = [np.zeros(0, np.int64)]
     return MicroBatch(
-        tokens=np.concatenate([term.tokens for term in chosen]).astype(np.int64) if chosen else np.zeros(0, np.int64),
-        positions=np.concatenate([np.arange(n) for n in lengths]).astype(np.int64) if chosen else np.zeros(0, np.int64),
-        lengths=lengths,
-        predictor=np.concatenate([index - 1 + start for index, start in zip(trained, starts, strict=True)]).astype(np.int64)
-        if chosen
-        else np.zeros(0, np.int64),
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        lengths=np.array([len(term.tokens) for term in chosen], dtype=np.int64),
+        index=np.concatenate([*none, *rows]).astype(np.int64),
+        predictor=np.concatenate([*none, *(row[targets - 1] for row, targets in zip(rows, trained, strict=True))]).astype(np.int64),
         target=gather("tokens", np.int64),
-        sequence=np.repeat(np.arange(len(chosen)), [len(index) for index in trained]).astype(np.int64),
+        sequence=np.repeat(np.arange(len(chosen)), [len(targets) for targets in trained]).astype(np.int64),
         weight=gather("weight", np.float32),
         advantage=gather("advantage", np.float32),
         parity_logprobs=gather("parity_logprobs", np.float32),

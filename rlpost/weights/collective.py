@@ -79,7 +79,7 @@ def send(
     for bucket in manifest.buckets:
         size = bucket_bytes(manifest, bucket)
         total += size
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device) if group is not None else torch.empty(0)
+        buffer = torch.empty(size, dtype=torch.uint8, device=device) if group is not None else torch.empty(0)
         targets = views(buffer, manifest, bucket) if group is not None else ((manifest.names[i], None) for i in range(*bucket))
         for expected, target in targets:
             name, tensor = next(stream)

@@ -87,7 +87,7 @@ class CollectiveReceiver(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         )
         fingerprint, loaded = Fingerprint(), set[str]()
         for bucket in manifest.buckets:
-            buffer = torch.zeros(collective.bucket_bytes(manifest, bucket), dtype=torch.uint8, device=self.device)
+            buffer = torch.empty(collective.bucket_bytes(manifest, bucket), dtype=torch.uint8, device=self.device)
             collective.broadcast(self.group, buffer)
             tensors = list(collective.views(buffer, manifest, bucket))
             for name, tensor in tensors:

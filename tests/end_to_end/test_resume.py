@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from conftest import Command, metrics
+from training_runs import Command, metrics
 
 from rlpost.observe import read_rollouts
 

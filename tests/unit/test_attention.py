@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,10 @@ def test_packed_attention_equals_each_sequence_alone_with_gradients(lengths: lis
     )
     assert weights is None
     expected = torch.cat(
-        [alone(*(t[0] for t in part), window, scaling) for part in zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)]
+        [
+            alone(q_one[0], k_one[0], v_one[0], window, scaling)
+            for q_one, k_one, v_one in zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
+        ]
     )[None]
     torch.testing.assert_close(got, expected)
     upstream = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -101,7 +105,7 @@ def test_attention_without_boundaries_is_an_error_and_not_one_long_sequence() ->
         padded_attention(nn.Identity(), q, k, v, None)
 
 
-def tiny_models() -> Iterator[object]:
+def tiny_models() -> Iterator[tuple[Any, Any]]:
     from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     size = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -16,7 +16,7 @@ from rlpost.config.schema import AlgorithmConfig
 from rlpost.driver.batch import Minibatch, build_minibatch, split, with_old_logprobs, with_reference_logprobs
 from rlpost.training.logprob import target_logprob
 from rlpost.training.packing import MicroBatch, build, pack
-from rlpost.types import Failure, Group, Prompt
+from rlpost.types import Failure, Group, LossComponent, Prompt
 
 VOCABULARY, WIDTH = 23, 6
 
@@ -157,7 +157,7 @@ def uneven_groups() -> list[Group]:
     return groups
 
 
-def micro_gradient(micro: MicroBatch, components: Sequence[object], denominator: float) -> np.ndarray:
+def micro_gradient(micro: MicroBatch, components: Sequence[LossComponent], denominator: float) -> np.ndarray:
     """Gradient of one micro-batch's loss for a bigram model (embedding -> output layer), as a rank computes it."""
     generator = torch.Generator().manual_seed(5)
     embedding = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
@@ -175,11 +175,12 @@ def micro_gradient(micro: MicroBatch, components: Sequence[object], denominator:
         old_logprobs=optional(micro.old_logprobs),
         reference_logprobs=optional(micro.reference_logprobs),
     )
-    loss = sum(
-        c.coefficient * (torch.from_numpy(micro.weight) * LOSS_TERMS[c.term](targets, **c.parameters).loss).sum()  # type: ignore[attr-defined]
-        for c in components
-    )
-    (loss / denominator).backward()  # type: ignore[union-attr]
+    loss = torch.zeros(())
+    for component in components:
+        term = LOSS_TERMS[component.term](targets, **component.parameters)
+        loss = loss + component.coefficient * (torch.from_numpy(micro.weight) * term.loss).sum()
+    (loss / denominator).backward()
+    assert embedding.grad is not None and output.grad is not None
     return np.concatenate([embedding.grad.numpy().ravel(), output.grad.numpy().ravel()])
 
 

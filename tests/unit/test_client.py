@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def test_an_idle_client_does_not_poll_and_works_again_later() -> None:
             await asyncio.sleep(0.01)
             assert actor.polls == before
             (task,) = start(client, [n])
-            await until(lambda n=n: len(actor.submitted) == n + 1)
+            await until(partial(lambda count: len(actor.submitted) == count, n + 1))
             actor.finish(f"r{n}")
             await task
 

@@ -14,7 +14,12 @@ from rlpost.types import ConfigError, LossTerms
 
 
 def terms(
-    mask: Sequence[int], *, name: str = "t", tokens: Sequence[int] | None = None, base: float = 0.0, **optional: np.ndarray
+    mask: Sequence[int],
+    *,
+    name: str = "t",
+    tokens: Sequence[int] | np.ndarray | None = None,
+    base: float = 0.0,
+    old_logprobs: np.ndarray | None = None,
 ) -> LossTerms:
     """One sequence; weights, advantages and logprobs are distinct numbers, so that a shift shows."""
     count = len(mask)
@@ -27,7 +32,7 @@ def terms(
         weight=trainable.astype(np.float32),
         advantage=numbers + 0.5,
         parity_logprobs=-numbers,
-        **optional,  # type: ignore[arg-type]
+        old_logprobs=old_logprobs,
     )
 
 
@@ -125,12 +130,13 @@ def test_a_rank_without_sequences_still_gets_an_empty_micro_batch() -> None:
 @pytest.mark.parametrize("given_", [True, False])
 def test_optional_logprobs_are_present_everywhere_or_nowhere_also_in_empty_micro_batches(given_: bool) -> None:
     """A loss that differs between ranks would not be one loss."""
-    old = {"old_logprobs": np.array([np.nan, -0.5, -0.25], np.float32)} if given_ else {}
-    packed = pack([terms([0, 1, 1], **old)], ranks=2, micro_batch_tokens=8)
+    old = np.array([np.nan, -0.5, -0.25], np.float32) if given_ else None
+    packed = pack([terms([0, 1, 1], old_logprobs=old)], ranks=2, micro_batch_tokens=8)
     assert {micro.old_logprobs is not None for micros in packed for micro in micros} == {given_}
     assert all(micro.reference_logprobs is None for micros in packed for micro in micros)
     if given_:
-        assert next(m for micros in packed for m in micros if m.members).old_logprobs.tolist() == [-0.5, -0.25]
+        old = next(m for micros in packed for m in micros if m.members).old_logprobs
+        assert old is not None and old.tolist() == [-0.5, -0.25]
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_key_to_change() -> None:

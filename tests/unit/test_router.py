@@ -50,7 +50,8 @@ def test_requests_without_a_session_are_spread() -> None:
 
 
 def test_load_returns_to_zero_when_every_request_is_done_also_across_deaths() -> None:
-    router, draw, open_requests = Router(3), random.Random(0), []
+    router, draw = Router(3), random.Random(0)
+    open_requests: list[int] = []
     for turn in range(500):
         if open_requests and draw.random() < 0.5:
             router.done(open_requests.pop(draw.randrange(len(open_requests))))

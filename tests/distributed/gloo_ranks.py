@@ -1,0 +1,194 @@
+"""Trainer ranks in long-lived processes, joined over gloo, and the uneven little batches that they train on.
+
+A process imports torch and transformers once (seconds); tests make and leave process groups inside it (milliseconds).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpost.config.schema import OptimizerConfig, TrainingConfig
+from rlpost.models.embedded import build
+from rlpost.training.packing import pack, unpack
+from rlpost.training.protocol import UpdateRequest, WorkerSettings
+from rlpost.types import Group, LossComponent, LossTerms, Prompt, Trajectory
+
+RANKS = 2
+RECEIVER = RANKS
+"""Index of the process that plays engines."""
+
+CALL_TIMEOUT_S = 60.0
+GROUP_TIMEOUT_S = 30.0
+FIRST_ID, LAST_ID = 4, 98
+"""Token ids of printable characters in the embedded models' vocabulary."""
+
+
+# ---- what runs in the processes ----------------------------------------------------------------------------------------
+
+_worker: Any = None
+
+
+def _make(rank: int, world: int, settings: WorkerSettings) -> tuple[str, int]:
+    from rlpost.training.worker import TrainerRank
+
+    global _worker
+    _worker = TrainerRank(rank, world, settings)
+    address: tuple[str, int] = _worker.address()
+    return address
+
+
+def _call(method: str, arguments: Sequence[Any]) -> Any:
+    return getattr(_worker, method)(*arguments)
+
+
+def _apply(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    return function(_worker, *arguments)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    global _worker
+    _worker = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---- what tests use ----------------------------------------------------------------------------------------------------
+
+
+class RankProcesses:
+    """Two processes for trainer ranks and one for a receiver of weights; each starts on first use."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(RANKS + 1)]
+
+    def submit(self, process: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call a module-level function in one of the processes."""
+        return self._pools[process].submit(function, *args)
+
+    @contextmanager
+    def trainers(self, settings: WorkerSettings, *, ranks: int) -> Iterator[Trainers]:
+        """``ranks`` trainer ranks that are set up; they leave their group with the block."""
+        trainers = Trainers(self, ranks)
+        try:
+            addresses = gather([self.submit(rank, _make, rank, ranks, settings) for rank in range(ranks)])
+            trainers.reports = trainers.call("setup", *addresses[0])
+            yield trainers
+        finally:
+            for future in [self.submit(rank, _leave) for rank in range(ranks)]:
+                future.result(CALL_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Trainers:
+    """The ranks of one test, called together. Results are lists by rank; the first failure is raised."""
+
+    def __init__(self, processes: RankProcesses, ranks: int) -> None:
+        self.processes, self.ranks = processes, ranks
+        self.reports: list[Any] = []
+
+    def submit(self, method: str, *args: Any) -> list[Future[Any]]:
+        """Begin a call of a TrainerRank's method on every rank."""
+        return [self.processes.submit(rank, _call, method, args) for rank in range(self.ranks)]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a TrainerRank's method on every rank with the same arguments."""
+        return gather(self.submit(method, *args))
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call a TrainerRank's method on every rank with its own arguments."""
+        return gather([self.processes.submit(rank, _call, method, arguments[rank]) for rank in range(self.ranks)])
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(worker, *args)`` on every rank."""
+        return gather([self.processes.submit(rank, _apply, function, args) for rank in range(self.ranks)])
+
+    def apply_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call ``function(worker, *args)`` on every rank with its own arguments."""
+        return gather([self.processes.submit(rank, _apply, function, arguments[rank]) for rank in range(self.ranks)])
+
+    def logprobs(self, method: str, terms: Sequence[LossTerms], temperature: float, *, micro_batch_tokens: int) -> list[np.ndarray]:
+        """``logprobs`` or ``reference_logprobs`` of each trajectory ``[tokens]``, NaN where nothing is trained."""
+        packed = pack(terms, ranks=self.ranks, micro_batch_tokens=micro_batch_tokens)
+        return unpack(packed, self.call_each(method, [(micros, temperature) for micros in packed]), terms)
+
+
+def gather(futures: Sequence[Future[Any]]) -> list[Any]:
+    """The results of calls that run together; raises the first failure without waiting for the others."""
+    done, pending = wait(futures, timeout=CALL_TIMEOUT_S, return_when=FIRST_EXCEPTION)
+    for future in futures:
+        if future in done and future.exception() is not None:
+            future.result()
+    assert not pending, f"{len(pending)} of {len(futures)} ranks did not answer within {CALL_TIMEOUT_S:.0f} s"
+    return [future.result() for future in futures]
+
+
+def worker_settings(
+    model: str | Path = "tiny-sort5",
+    *,
+    optimizer: OptimizerConfig | None = None,
+    training: TrainingConfig | None = None,
+    total_updates: int | None = 10,
+    seed: int = 0,
+    reference: str | None = None,
+) -> WorkerSettings:
+    """Settings of CPU ranks for an embedded model or a directory; ``reference`` is an embedded model that stands beside."""
+    training = training or TrainingConfig()
+    if optimizer is not None:
+        training.optimizer = optimizer
+    return WorkerSettings(
+        model_path=str(model if isinstance(model, Path) else build(model)),
+        training=training,
+        dtype="float32",
+        device="cpu",
+        attention="padded",
+        total_updates=total_updates,
+        seed=seed,
+        timeout_s=GROUP_TIMEOUT_S,
+        keep_reference=reference is not None,
+        reference_path=str(build(reference)) if reference else None,
+    )
+
+
+def update_requests(
+    terms: Sequence[LossTerms],
+    denominator: float,
+    components: Sequence[LossComponent],
+    *,
+    ranks: int,
+    micro_batch_tokens: int = 4096,
+    temperature: float = 1.0,
+) -> list[tuple[UpdateRequest]]:
+    """One optimizer step, as the driver asks each rank for it."""
+    return [
+        (
+            UpdateRequest(
+                micro_batches=micros, denominator=denominator, components=components, temperature=temperature, measure_parity=True
+            ),
+        )
+        for micros in pack(terms, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
+    ]
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------------
+
+Spans = Sequence[tuple[bool, int]]
+SHAPES: Sequence[tuple[int, Sequence[tuple[Spans, float | None]]]] = (
+    (5, (((True, 1),), 1.0)) and (5, ((((True, 1),), 1.0), (((True, 7), (False, 3), (True, 4)), 0.0), (((True, 55),), 0.5))),
+    (1, ((((True, 1),), 0.0), (((True, 20), (False, 10), (True, 2)), 1.0))),
+    (12, ((((True, 9),), 1.0), (((True, 30),), None), (((False, 4), (True, 2), (False, 1), (True, 1)), 0.0))),
+    (3, ((((True, 3),), 1.0), (((True, 6),), 1.0))),
+)
