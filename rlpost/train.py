@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
-from pathlib import Path
+from contextlib import closing
 
 from rlpost.config.checks import check
 from rlpost.config.derive import derive, format_derived, resolve_device
@@ -61,6 +57,7 @@ def dry_run(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
 
 def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
     """Load inputs, start Ray and all parts, run the loop. The last line printed is ``run: DIRECTORY``."""
+    from rlpost.driver.run import RunContext, run_with_restarts
     from rlpost.driver.run_directory import open_run, write_config
     from rlpost.driver.setup import load_inputs
     from rlpost.observe import Console, make_trackers, setup_logging
@@ -86,54 +83,14 @@ def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
             names, run.path, config={"yaml": loaded.yaml}, project=config.observe.wandb_project, run_name=config.name, console=console
         )
         with closing(made) as trackers:
-            stopped = asyncio.run(
-                _run(config, derived, inputs, run.path.absolute(), run.checkpoint and run.checkpoint.absolute(), console, trackers)
+            context = RunContext(
+                config=config, derived=derived, inputs=inputs, run_dir=run.path.absolute(), console=console, trackers=trackers
             )
+            stopped = run_with_restarts(context, run.checkpoint and run.checkpoint.absolute())
     finally:
         console.close()
     print(f"run: {run.path}", flush=True)
     return EXIT_STOPPED if stopped else EXIT_OK
-
-
-async def _run(config, derived, inputs, path: Path, checkpoint, console, trackers) -> bool:  # type: ignore[no-untyped-def]
-    """Everything between the cluster's start and its end; True when a signal stopped the run early."""
-    from rlpost.driver import setup
-    from rlpost.driver.online import OnlineRun
-    from rlpost.observe import PhaseClock
-
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def request_stop() -> None:
-        if stop.is_set():  # the second signal ends at once
-            os._exit(EXIT_FAILED)
-        stop.set()
-        console.warning("stopping after this step and saving; once more ends at once")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, request_stop)
-    where = setup.connect(config)
-    async with AsyncExitStack() as stack:
-        stack.callback(setup.close_session)
-        console.message(f"Ray on {where['where']}")
-        parts = await setup.start_parts(config, derived, inputs, path, stack, console.message)
-        size = parts.reports["trainer"]
-        console.message(f"model of {size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained; all parts are up")
-        clock = PhaseClock(on_change=console.phase)
-        run = OnlineRun(
-            config=config,
-            derived=derived,
-            inputs=inputs,
-            parts=parts,
-            run_dir=path,
-            clock=clock,
-            console=console,
-            trackers=trackers,
-            stop=stop,
-        )
-        stack.push_async_callback(run.collector.close)
-        await run.run(checkpoint)
-        return stop.is_set() and run.step < config.schedule.steps
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
 import ray
@@ -12,6 +13,9 @@ from rlpost.types import ConfigError
 
 OBJECT_STORE_BYTES = 512 << 20
 """Object store of a local session: batches are megabytes, weights do not travel through it."""
+
+PROBE_TIMEOUT_S = 10.0
+"""A cluster that listens takes a connection at once; Ray itself would try for minutes, saying nothing."""
 
 
 def connect(address: str | None) -> dict[str, Any]:
@@ -29,10 +33,25 @@ def connect(address: str | None) -> dict[str, Any]:
         ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **common)
         return {"where": "this machine", "resources": ray.cluster_resources()}
     try:
+        _probe(address)
         ray.init(address=address, **common)
     except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster answers at {address!r} (placement.ray_address or RAY_ADDRESS): {error}") from error
+        raise ConfigError(
+            f"no Ray cluster answers at {address!r} (placement.ray_address or RAY_ADDRESS): {error}; start one there with "
+            "`ray start --head`, correct the address, or leave it out to start Ray on this machine"
+        ) from error
     return {"where": address, "resources": ray.cluster_resources()}
+
+
+def _probe(address: str) -> None:
+    """Raise ConnectionError when ``address`` is HOST:PORT and nobody listens there; ``auto`` and the like are for Ray to find."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:  # no such host, nobody there, no way, no such port
+        raise ConnectionError(str(error)) from error
 
 
 def disconnect() -> None:

@@ -43,7 +43,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "seed", "algorithm.clip_high", "algorithm.kl_coefficient", "schedule.max_staleness", "training.optimizer.weight_decay",
     "training.optimizer.clip_norm", "training.optimizer.warmup_steps", "engine.max_restarts", "placement.trainer_cpus",
-    "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every",
+    "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every", "checkpoint.max_restarts",
 )  # fmt: skip
 ABOVE_ZERO = (
     "environment.timeout_s", "reward_runner.timeout_s", "schedule.rollout_timeout_s", "schedule.phase_timeout_s",
@@ -245,13 +245,13 @@ def _placement(config: RunConfig, device: Device) -> Iterator[str]:
             f"placement.mode=colocated with schedule.max_staleness={config.schedule.max_staleness}: colocated phases never overlap, "
             "so rollouts cannot run ahead; set schedule.max_staleness=0 or placement.mode=split"
         )
-    if colocated and device == "gpu" and engine.count * engine.tensor_parallel != ranks:
-        divides = engine.tensor_parallel >= 1 and ranks % engine.tensor_parallel == 0
-        fitting = f"engine.count={ranks // engine.tensor_parallel}" if divides else f"an engine.tensor_parallel that divides {ranks}"
-        yield (
-            f"placement.mode=colocated: {engine.count} engine(s) of {engine.tensor_parallel} GPU(s) do not cover the GPUs of "
-            f"training.ranks={ranks}, which they share; set {fitting}"
-        )
+    if colocated and device == "gpu":
+        if engine.tensor_parallel > 1:
+            yield f"placement.mode=colocated with engine.tensor_parallel={engine.tensor_parallel} is not supported; set it to 1, or split"
+        elif engine.count != ranks:
+            yield f"placement.mode=colocated: {engine.count} engine(s) and {ranks} trainer rank(s) share GPUs; set engine.count={ranks}"
+        if config.weights.backend == "nccl":
+            yield "weights.backend=nccl with placement.mode=colocated: NCCL refuses two members on one GPU; set weights.backend=auto (gloo)"
     if device == "gpu":
         return
     auto = " (placement.device=auto found no GPU here)" if config.placement.device == "auto" else ""

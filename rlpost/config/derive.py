@@ -105,6 +105,13 @@ def resolve_attention(config: RunConfig, device: Device) -> str:
     return "flash" if usable else "padded"
 
 
+def resolve_weight_backend(config: RunConfig, device: Device) -> str:
+    """``weights.backend``; auto is gloo on CPU and where trainer and engine share a GPU (NCCL refuses two members on one), else nccl."""
+    if config.weights.backend != "auto":
+        return config.weights.backend
+    return "gloo" if device == "cpu" or config.placement.mode == "colocated" else "nccl"
+
+
 def resolve_old_logprobs(config: RunConfig) -> str:
     """``algorithm.old_logprobs``; auto is current when the ratio is 1 anyway, recompute at staleness 0, engine beyond it."""
     algorithm = config.algorithm
@@ -197,7 +204,7 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
         attention=resolve_attention(config, device),
         engine_process=resolve_engine_process(config, device),
         weight_transport="collective" if config.weights.transport == "auto" else config.weights.transport,
-        weight_backend=("gloo" if device == "cpu" else "nccl") if config.weights.backend == "auto" else config.weights.backend,
+        weight_backend=resolve_weight_backend(config, device),
         buffer_slots=(schedule.max_staleness + 1) * schedule.prompts_per_step,
         engines=config.engine.count,
         ranks=config.training.ranks,

@@ -212,7 +212,6 @@ class WeightsConfig:
     backend: str = option("auto", "Collective library: gloo on CPU, nccl on GPU (nccl: not run on a GPU yet).", ("auto", "gloo", "nccl"))
     bucket_mib: int = option(64, "Size of one broadcast buffer.")
     timeout_s: float = option(300.0, "Deadline of a sync, and of each collective in it.")
-    verify: bool = option(True, "Compare the fingerprint of all tensors on every engine with the trainer's.")
 
 
 @dataclass
@@ -251,6 +250,9 @@ class CheckpointConfig:
     every: int = option(0, "Save every N steps; 0 saves only at the end.")
     keep: int = option(2, "Newest checkpoints that are kept.")
     at_end: bool = option(True, "Save after the last step.")
+    max_restarts: int = option(
+        1, "How often a run is started again by itself from its newest checkpoint after a trainer rank or node died."
+    )
 
 
 @dataclass

@@ -123,7 +123,8 @@ class OnlineRun:
         with self.clock.phase("update"):
             metrics = [await self._update(batch, components, first=index == 0) for index, batch in enumerate(filled)]
         self.record.update(summarise_rollouts(groups, policy_version=self.step, generate_s=self.collector.take_busy_s()))
-        self.record.update(merge(metrics))
+        # The loss reports it only where it has a reference to compare with.
+        self.record.update({"train/kl": 0.0, **merge(metrics)})
 
     async def _complete(self, batch: Minibatch) -> Minibatch:
         """Add the logprobs that the loss needs and that only a forward gives."""

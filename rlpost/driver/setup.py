@@ -64,7 +64,10 @@ def load_inputs(config: RunConfig) -> Inputs:
     model_path = local_model(config.model.path)
     tokenizer = PromptTokenizer(model_path, config.model.chat_template, config.model.trust_remote_code)
     within_limit = partial(
-        tokenize_prompts, tokenizer=tokenizer, max_prompt_tokens=data.max_prompt_tokens, overlong=data.overlong_prompts  # type: ignore[arg-type]
+        tokenize_prompts,
+        tokenizer=tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,  # type: ignore[arg-type]
     )
     prompts, dropped = within_limit(raw["data.train"])
     held_out, dropped_held_out = within_limit(raw["data.evaluation"]) if "data.evaluation" in raw else ([], 0)
@@ -138,7 +141,6 @@ async def start_parts(
         engine_dtype=derived.dtype,
         bucket_bytes=config.weights.bucket_mib << 20,
         timeout_s=config.weights.timeout_s,
-        verify=config.weights.verify,
     )
     await weights.connect()
     rollout = rollout_plan(config, derived, inputs, engines, rewards)

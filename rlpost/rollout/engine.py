@@ -80,7 +80,13 @@ class EngineSettings:
             "skip_tokenizer_init": True,
         }
         if self.device == "gpu":
-            arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep_mode}
+            # Inside a placement group vLLM would start its workers as Ray actors, in other parts' bundles.
+            executor = "uni" if self.tensor_parallel == 1 else "mp"
+            arguments |= {
+                "gpu_memory_utilization": self.gpu_memory_utilization,
+                "enable_sleep_mode": self.sleep_mode,
+                "distributed_executor_backend": executor,
+            }
         else:
             # On CPU a seeded request and a partly scheduled prefill together kill the engine, hence no chunked prefill.
             arguments |= {

@@ -63,6 +63,12 @@ class _Tape:
         self.logprobs += [float("nan")] * len(tokens)
         self.versions += [NOT_SAMPLED_VERSION] * len(tokens)
 
+    def drop_context_after(self, start: int) -> None:
+        """Forget context at the end that no sampled token follows: an observation nobody reads may be of any length."""
+        end = max((position + 1 for position, sampled in enumerate(self.trainable) if sampled), default=start)
+        for track in (self.tokens, self.trainable, self.logprobs, self.versions):
+            del track[end:]
+
     def add_sampled(self, result: GenerateResult) -> None:
         self.tokens += result.tokens.tolist()
         self.trainable += [True] * len(result.tokens)
@@ -108,6 +114,7 @@ async def run_episode(
             room = min(sampling.max_new_tokens, limits.max_total_tokens - len(tape.tokens))
             if turns == limits.max_turns or room <= 0:
                 truncated = True
+                tape.drop_context_after(len(prompt.tokens))
                 break
             request = GenerateRequest(
                 request_id=f"{trajectory_id}.{turns}",

@@ -10,7 +10,10 @@ import ray
 
 from rlpost.cluster.actor_logs import redirect_output
 from rlpost.training.protocol import WorkerSettings
-from rlpost.types import InfrastructureError
+from rlpost.types import InfrastructureError, RlpostError
+
+DEATH_NOTICE_S = 3.0
+"""Ray tells of a dead actor within about two seconds."""
 
 
 class RankActor:
@@ -72,14 +75,8 @@ class TrainerGroup:
             for task in waiting:
                 task.cancel()
             raise
-        for rank, task in enumerate(waiting):
-            if task in done and task.exception() is not None:
-                for other in pending:
-                    other.cancel()
-                error = task.exception()
-                if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
-                    raise error.cause from error
-                raise InfrastructureError(f"{self.role} rank {rank} failed in {method}: {error}") from error
+        if any(task.exception() is not None for task in done):
+            await self._raise_failure(waiting, method)
         if pending:
             late = [rank for rank, task in enumerate(waiting) if task in pending]
             for task in pending:
@@ -88,6 +85,22 @@ class TrainerGroup:
                 f"{self.role} ranks {late} did not finish {method} within {timeout_s:.0f} s (schedule.phase_timeout_s)"
             )
         return [task.result() for task in waiting]
+
+    async def _raise_failure(self, waiting: list[asyncio.Task[Any]], method: str) -> None:
+        """Raise what failed first in truth: when a rank dies its peers' broken connections are often heard of earlier."""
+        await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
+        failed = {rank: task.exception() for rank, task in enumerate(waiting) if task.done() and not task.cancelled() and task.exception()}
+        for task in waiting:
+            task.cancel()
+        dead = [rank for rank, error in failed.items() if isinstance(error, ray.exceptions.RayActorError)]
+        rank = dead[0] if dead else next(iter(failed))
+        error = failed[rank]
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, RlpostError):
+            raise cause from error
+        first_line = str(cause).strip().partition("\n")[0]
+        what = "died" if dead else "failed"
+        raise InfrastructureError(f"{self.role} rank {rank} {what} in {method}: {type(cause).__name__}: {first_line}") from error
 
     def kill(self) -> None:
         """End all ranks at once."""

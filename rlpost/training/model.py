@@ -127,10 +127,20 @@ def dummy_row() -> MicroBatch:
     """Two tokens that an empty micro-batch runs, so that collectives stay in step; the caller gives them no weight."""
     one = np.zeros(1, np.int64)
     return MicroBatch(
-        tokens=np.zeros(2, np.int64), positions=np.arange(2), lengths=np.array([2]), index=np.arange(2), predictor=one, target=one, sequence=one,
-        weight=np.zeros(1, np.float32), advantage=np.zeros(1, np.float32), parity_logprobs=np.zeros(1, np.float32),
-        old_logprobs=None, reference_logprobs=None, members=(),
-    )  # fmt: skip
+        tokens=np.zeros(2, np.int64),
+        positions=np.arange(2),
+        lengths=np.array([2]),
+        index=np.arange(2),
+        predictor=one,
+        target=one,
+        sequence=one,
+        weight=np.zeros(1, np.float32),
+        advantage=np.zeros(1, np.float32),
+        parity_logprobs=np.zeros(1, np.float32),
+        old_logprobs=None,
+        reference_logprobs=None,
+        members=(),
+    )
 
 
 @torch.no_grad()

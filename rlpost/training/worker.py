@@ -105,6 +105,7 @@ class TrainerRank:
         norm = self._clip()
         if not math.isfinite(norm):
             # Every rank has the same norm, so every rank stops here; the weights are still those of the last step.
+            self.optimizer.zero_grad(set_to_none=True)
             raise RlpostError(
                 f"the gradient norm is {norm}, so no step was taken: look at train/ratio_max and the rewards of the last steps; "
                 "lower training.optimizer.lr and resume from the last checkpoint"

@@ -6,9 +6,10 @@ A process imports torch and transformers once (seconds); tests make and leave pr
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ FIRST_ID, LAST_ID = 4, 98
 # ---- what runs in the processes ----------------------------------------------------------------------------------------
 
 _worker: Any = None
+
+
+def _import() -> None:
+    import transformers
+
+    import rlpost.training.worker
+
+    assert rlpost.training.worker and transformers.AutoModelForCausalLM
 
 
 def _make(rank: int, world: int, settings: WorkerSettings) -> tuple[str, int]:
@@ -65,11 +74,13 @@ def _leave() -> None:
 
 
 class RankProcesses:
-    """Two processes for trainer ranks and one for a receiver of weights; each starts on first use."""
+    """Two processes for trainer ranks and one for a receiver of weights."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(RANKS + 1)]
+        for pool in self._pools[:RANKS]:
+            pool.submit(_import)  # together: it is what takes the time
 
     def submit(self, process: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a module-level function in one of the processes."""
@@ -108,9 +119,13 @@ class Trainers:
         """Call a TrainerRank's method on every rank with the same arguments."""
         return gather(self.submit(method, *args))
 
+    def submit_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Future[Any]]:
+        """Begin a call of a TrainerRank's method on every rank with its own arguments."""
+        return [self.processes.submit(rank, _call, method, arguments[rank]) for rank in range(self.ranks)]
+
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a TrainerRank's method on every rank with its own arguments."""
-        return gather([self.processes.submit(rank, _call, method, arguments[rank]) for rank in range(self.ranks)])
+        return gather(self.submit_each(method, arguments))
 
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(worker, *args)`` on every rank."""
@@ -174,21 +189,62 @@ def update_requests(
 ) -> list[tuple[UpdateRequest]]:
     """One optimizer step, as the driver asks each rank for it."""
     return [
-        (
-            UpdateRequest(
-                micro_batches=micros, denominator=denominator, components=components, temperature=temperature, measure_parity=True
-            ),
-        )
+        (UpdateRequest(micro_batches=micros, denominator=denominator, components=components, temperature=temperature, measure_parity=True),)
         for micros in pack(terms, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
     ]
 
 
 # ---- batches -----------------------------------------------------------------------------------------------------------
 
-Spans = Sequence[tuple[bool, int]]
-SHAPES: Sequence[tuple[int, Sequence[tuple[Spans, float | None]]]] = (
-    (5, (((True, 1),), 1.0)) and (5, ((((True, 1),), 1.0), (((True, 7), (False, 3), (True, 4)), 0.0), (((True, 55),), 0.5))),
-    (1, ((((True, 1),), 0.0), (((True, 20), (False, 10), (True, 2)), 1.0))),
-    (12, ((((True, 9),), 1.0), (((True, 30),), None), (((False, 4), (True, 2), (False, 1), (True, 1)), 0.0))),
-    (3, ((((True, 3),), 1.0), (((True, 6),), 1.0))),
+Sample = tuple[float | None, Sequence[int]]
+"""Reward, and the lengths of what follows the prompt: sampled, observed, sampled ... (a leading 0: observed comes first)."""
+
+UNEVEN: Sequence[tuple[int, Sequence[Sample]]] = (
+    (5, [(1.0, [1]), (0.0, [7, 3, 4]), (0.5, [55])]),
+    (1, [(0.0, [1]), (1.0, [20, 10, 2])]),
+    (12, [(1.0, [9]), (None, [30]), (0.0, [0, 4, 2, 1, 1])]),
+    (3, [(1.0, [3]), (1.0, [6])]),
+    (8, [(1.0, [50]), (0.0, [52]), (0.3, [44, 4, 4])]),
+    (2, [(0.0, [40]), (1.0, [35])]),
 )
+"""Groups as (prompt length, samples): 2 to 60 tokens, tool gaps, a failed reward, a group without variance."""
+
+
+def make_groups(shapes: Sequence[tuple[int, Sequence[Sample]]] = UNEVEN, *, seed: int = 0, version: int = 0) -> list[Group]:
+    """Groups of random tokens; ``logprobs`` are -1 until :func:`with_logprobs`."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for index, (prompt_length, samples) in enumerate(shapes):
+        prompt = random.integers(FIRST_ID, LAST_ID, prompt_length)
+        trajectories = []
+        for sample, (reward, lengths) in enumerate(samples):
+            sampled = np.concatenate([np.full(length, position % 2 == 0) for position, length in enumerate(lengths)])
+            trainable = np.concatenate([np.zeros(prompt_length), sampled]).astype(bool)
+            trajectories.append(
+                Trajectory(
+                    trajectory_id=f"g{index}.{sample}",
+                    group_id=f"g{index}",
+                    prompt_id=f"p{index}",
+                    tokens=np.concatenate([prompt, random.integers(FIRST_ID, LAST_ID, len(sampled))]).astype(np.int32),
+                    trainable=trainable,
+                    logprobs=np.where(trainable, -1.0, np.nan).astype(np.float32),
+                    versions=np.where(trainable, version, -1).astype(np.int32),
+                    prompt_length=prompt_length,
+                    reward=reward,
+                )
+            )
+        groups.append(Group(group_id=f"g{index}", index=index, prompt=Prompt(prompt_id=f"p{index}"), trajectories=tuple(trajectories)))
+    return groups
+
+
+def with_logprobs(groups: Sequence[Group], values: Mapping[str, np.ndarray]) -> list[Group]:
+    """The same groups with these logprobs ``[tokens]`` by trajectory as the engine's."""
+    return [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, logprobs=np.where(t.trainable, values[t.trajectory_id], np.nan).astype(np.float32)) for t in group.trajectories
+            ),
+        )
+        for group in groups
+    ]

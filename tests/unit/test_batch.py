@@ -147,12 +147,14 @@ def uneven_groups() -> list[Group]:
     for index, lengths in enumerate([(10, 6, 1, 17), (3, 3, 8), (2,)]):
         members = []
         for sample, length in enumerate(lengths):
-            spans = ((False, 2), (True, length), (False, 3), (True, 2)) if sample == 1 else ((False, 2 + sample), (True, length))
+            spans = ((False, 2), (True, length), (False, 3), (True, 2)) if sample == 1 else ((False, 2), (True, length))
             t = trajectory(f"g{index}.{sample}", spans=spans, reward=None if (index, sample) == (0, 2) else float(random.normal()))
             logprobs = np.where(t.trainable, -random.random(len(t.tokens)) * 4, np.nan).astype(np.float32)
             if (index, sample) == (1, 0):
                 logprobs[-1] = np.nan
-            members.append(replace(t, tokens=random.integers(0, VOCABULARY, len(t.tokens)).astype(np.int32), logprobs=logprobs))
+            tokens = random.integers(0, VOCABULARY, len(t.tokens)).astype(np.int32)
+            tokens[: t.prompt_length] = [index, index + 1]  # samples of a group have one prompt
+            members.append(replace(t, tokens=tokens, logprobs=logprobs))
         groups.append(Group(group_id=f"g{index}", index=index, prompt=Prompt(prompt_id="p"), trajectories=tuple(members)))
     return groups
 

@@ -133,13 +133,18 @@ def test_refused(values: dict[str, Any], expected: list[str]) -> None:
 GPU_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "colocated engines on fewer GPUs",
-        {"placement__mode": "colocated", "training__ranks": 8, "engine__tensor_parallel": 2},
-        "set engine.count=4",
+        {"placement__mode": "colocated", "training__ranks": 8},
+        "set engine.count=8",
     ),
     (
-        "colocated engines that cannot tile",
-        {"placement__mode": "colocated", "training__ranks": 8, "engine__tensor_parallel": 3},
-        "an engine.tensor_parallel that divides 8",
+        "colocated tensor-parallel engines",
+        {"placement__mode": "colocated", "training__ranks": 8, "engine__count": 4, "engine__tensor_parallel": 2},
+        "set it to 1, or split",
+    ),
+    (
+        "NCCL on a shared GPU",
+        {"placement__mode": "colocated", "training__ranks": 1, "engine__count": 1, "weights__backend": "nccl"},
+        "two members on one GPU",
     ),
     ("flash in float32", {"training__attention": "flash", "model__dtype": "float32"}, "no float32 kernels"),
 ]
@@ -159,7 +164,7 @@ def test_refused_on_gpu(values: dict[str, Any], expected: str) -> None:
         {"weights__backend": "nccl"},
         {"placement__trainer_cpus": 0.0},
         {"engine__block_size": 16},
-        {"placement__mode": "colocated", "training__ranks": 4, "engine__count": 2, "engine__tensor_parallel": 2},
+        {"placement__mode": "colocated", "training__ranks": 4, "engine__count": 4},
         {"engine__extra": {"enable_chunked_prefill": True}},
     ],
 )

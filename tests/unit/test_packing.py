@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ def terms(
     name: str = "t",
     tokens: Sequence[int] | np.ndarray | None = None,
     base: float = 0.0,
+    group: str | None = None,
+    prompt_length: int = 0,
     old_logprobs: np.ndarray | None = None,
 ) -> LossTerms:
     """One sequence; weights, advantages and logprobs are distinct numbers, so that a shift shows."""
@@ -27,6 +30,8 @@ def terms(
     trainable = np.asarray(mask, bool)
     return LossTerms(
         trajectory_id=name,
+        group_id=group or f"group of {name} {base}",
+        prompt_length=prompt_length,
         tokens=np.asarray(tokens if tokens is not None else 100 * base + np.arange(count), np.int32),
         trainable=trainable,
         weight=trainable.astype(np.float32),
@@ -88,7 +93,7 @@ def test_masks_do_not_come_from_token_values_when_padding_is_the_end_token(eos: 
 
 
 def test_training_the_first_token_is_an_error_for_nothing_predicts_it() -> None:
-    with pytest.raises(AssertionError, match="t: the first token"):
+    with pytest.raises(AssertionError, match="t: a token of the prompt"):
         build([terms([1, 1])], [0])
 
 
@@ -145,7 +150,8 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_key_to_change(
 
 
 def test_balance_is_the_same_every_time_and_puts_long_items_apart() -> None:
-    assert balance([9, 1, 9, 1], 2) == balance([9, 1, 9, 1], 2) == [[0, 1], [2, 3]]
+    items = of_lengths([9, 1, 9, 1])
+    assert balance(items, 2, share=True) == balance(items, 2, share=True) == [[0, 1], [2, 3]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -156,3 +162,51 @@ def test_unpack_undoes_pack(lengths: list[int], ranks: int, limit: int) -> None:
     back = unpack(packed, [[micro.parity_logprobs for micro in micros] for micros in packed], sequences)
     for term, values in zip(sequences, back, strict=True):
         np.testing.assert_array_equal(values, np.where(term.trainable, term.parity_logprobs, np.nan).astype(np.float32))
+
+
+# ---- shared prompts ------------------------------------------------------------------------------------------------
+
+
+def group_of(answers: Sequence[int], prompt: int, name: str = "g") -> list[LossTerms]:
+    """A group whose samples have ``prompt`` equal tokens and these numbers of own ones."""
+    samples = []
+    for i, n in enumerate(answers):
+        tokens = [*range(prompt), *range(100 * (i + 1), 100 * (i + 1) + n)]
+        samples.append(terms([0] * prompt + [1] * n, name=f"{name}{i}", group=name, prompt_length=prompt, base=float(i), tokens=tokens))
+    return samples
+
+
+def test_a_prompt_is_in_the_row_once_and_each_first_answer_token_is_predicted_by_its_last_token() -> None:
+    row = build(group_of([2, 1], prompt=3), [0, 1])
+    assert row.tokens.tolist() == [0, 1, 2, 100, 101, 200]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 3]
+    assert row.lengths.tolist() == [5, 4]
+    assert row.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
+    assert row.predictor.tolist() == [2, 3, 2]
+    assert row.target.tolist() == [100, 101, 200]
+
+
+def test_without_sharing_the_row_holds_every_prompt() -> None:
+    row = build(group_of([2, 1], prompt=3), [0, 1], share=False)
+    assert row.tokens.tolist() == [0, 1, 2, 100, 101, 0, 1, 2, 200]
+    assert row.index.tolist() == list(range(9))
+    assert row.predictor.tolist() == [2, 3, 7]
+
+
+def test_a_group_whose_prompts_differ_is_refused() -> None:
+    first, second = group_of([2, 2], prompt=3)
+    changed = dataclasses.replace(second, tokens=second.tokens + 1)
+    with pytest.raises(AssertionError, match="prompt differs"):
+        build([first, changed], [0, 1])
+
+
+def test_groups_stay_together_where_that_is_even_and_are_split_where_it_is_not() -> None:
+    together = group_of([5, 5], 20, "a") + group_of([5, 5], 20, "b")
+    assert balance(together, 2, share=True) == [[0, 1], [2, 3]]
+    assert all(balance(group_of([30, 30, 30, 30], 2), 2, share=True))
+
+
+def test_the_limit_counts_a_shared_prompt_once() -> None:
+    group = group_of([4] * 8, prompt=32)
+    assert len(pack(group, ranks=1, micro_batch_tokens=64)[0]) == 1
+    assert len(pack(group, ranks=1, micro_batch_tokens=64, share=False)[0]) > 1

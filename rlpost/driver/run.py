@@ -1,0 +1,90 @@
+"""One run from the cluster's start to its end, and again from the last checkpoint when a part of the cluster failed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpost.checkpoint.directory import find_newest
+from rlpost.config.derive import Derived
+from rlpost.config.schema import RunConfig
+from rlpost.driver import setup
+from rlpost.driver.online import OnlineRun
+from rlpost.observe import Console, PhaseClock, Trackers
+from rlpost.types import InfrastructureError
+
+EXIT_AT_ONCE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What stays the same when a run is started again."""
+
+    config: RunConfig
+    derived: Derived
+    inputs: setup.Inputs
+    run_dir: Path
+    console: Console
+    trackers: Trackers
+
+
+def run_with_restarts(context: RunContext, checkpoint: Path | None) -> bool:
+    """Run to the end; True when a signal stopped it early.
+
+    A failure that the loop cannot repair (a dead trainer rank, a lost node) ends everything that runs; then all of it is started
+    again from the newest complete checkpoint, at most ``checkpoint.max_restarts`` times. Without a checkpoint it is raised.
+    """
+    restarts = 0
+    while True:
+        try:
+            return asyncio.run(run_once(context, checkpoint))
+        except InfrastructureError as error:
+            newest, _ = find_newest(context.run_dir)
+            if newest is None or restarts >= context.config.checkpoint.max_restarts:
+                raise
+            restarts += 1
+            checkpoint = newest
+            most = context.config.checkpoint.max_restarts
+            context.console.warning(f"{error}; starting again from {newest.name} ({restarts} of checkpoint.max_restarts={most})")
+
+
+async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
+    """Start all parts, train, take them down; True when a signal stopped the run before its last step."""
+    config, console = context.config, context.console
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def request_stop() -> None:
+        if stop.is_set():  # the second signal ends at once
+            os._exit(EXIT_AT_ONCE)
+        stop.set()
+        console.warning("stopping after this step and saving; once more ends at once")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, request_stop)
+    where = setup.connect(config)
+    async with AsyncExitStack() as stack:
+        stack.callback(setup.close_session)
+        console.message(f"Ray on {where['where']}")
+        parts = await setup.start_parts(config, context.derived, context.inputs, context.run_dir, stack, console.message)
+        size = parts.reports["trainer"]
+        millions = f"{size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained"
+        console.message(f"model of {millions}; all parts are up")
+        run = OnlineRun(
+            config=config,
+            derived=context.derived,
+            inputs=context.inputs,
+            parts=parts,
+            run_dir=context.run_dir,
+            clock=PhaseClock(on_change=console.phase),
+            console=console,
+            trackers=context.trackers,
+            stop=stop,
+        )
+        stack.push_async_callback(run.collector.close)
+        await run.run(checkpoint)
+        return stop.is_set() and run.step < config.schedule.steps
