@@ -210,7 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     peer = not options.no_peer and importlib.util.find_spec("trl") is not None
     if not peer and not options.no_peer:
-        print("TRL is not installed (pip install --no-deps -r requirements/bench.txt): its column is left out")
+        print("TRL is not installed (.venv/bin/pip install 'trl==1.16.0'): its column is left out")
     results = []
     for name in options.cases.split(","):
         results.append(measure_case(name, options.steps, peer, options.overlap))

@@ -24,7 +24,7 @@ from rlpost.training import model as models
 from rlpost.training.optimizer import make_optimizer
 from rlpost.training.packing import MicroBatch
 from rlpost.training.protocol import UpdateRequest, WorkerSettings
-from rlpost.types import RlpostError, WeightsManifest
+from rlpost.types import InfrastructureError, RlpostError, WeightsManifest
 from rlpost.weights import collective
 from rlpost.weights.buckets import plan_buckets
 
@@ -198,14 +198,21 @@ class TrainerRank:
 
     @torch.no_grad()
     def send_weights(self, manifest: WeightsManifest) -> tuple[str, int]:
-        """Stream all weights; every rank gathers, rank 0 sends. Returns fingerprint (rank 0) and bytes."""
+        """Stream all weights; every rank gathers, rank 0 sends. Returns fingerprint (rank 0) and bytes.
+
+        Raises InfrastructureError on rank 0 when an engine could not be reached; then a new group must be joined.
+        """
         dtypes = dict(zip(manifest.names, manifest.dtypes, strict=True))
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in models.full_tensors(self.model):
                 yield name, tensor.to(getattr(torch, dtypes[name]))
 
-        return collective.send(self.send_group, manifest, stream(), self.device)
+        try:
+            return collective.send(self.send_group, manifest, stream(), self.device)
+        except InfrastructureError:
+            self.send_group = None  # engines that still wait for it hear at once that nothing comes any more
+            raise
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 

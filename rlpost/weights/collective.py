@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpost.types import WeightsManifest
+from rlpost.types import InfrastructureError, WeightsManifest
 from rlpost.weights.buckets import tensor_bytes
 from rlpost.weights.fingerprint import Fingerprint
 
@@ -72,14 +72,16 @@ def send(
 ) -> tuple[str, int]:
     """Gather and send every tensor, a bucket at a time. Every trainer rank iterates; only the one with a group sends.
 
-    Returns the fingerprint of what was sent (on the sender; others return an empty one) and the bytes.
+    Returns the fingerprint of what was sent (on the sender; others return an empty one) and the bytes. When a broadcast fails the
+    rest is gathered all the same before the error is raised: the trainer ranks stay in step and can send again over a new group.
     """
     fingerprint, total = Fingerprint(), 0
+    failure = ""
     stream = iter(tensors)
     for bucket in manifest.buckets:
         size = bucket_bytes(manifest, bucket)
         total += size
-        buffer = torch.empty(size, dtype=torch.uint8, device=device) if group is not None else torch.empty(0)
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device) if group is not None else torch.empty(0)
         targets = views(buffer, manifest, bucket) if group is not None else ((manifest.names[i], None) for i in range(*bucket))
         for expected, target in targets:
             name, tensor = next(stream)
@@ -89,6 +91,12 @@ def send(
             if target is not None:
                 target.copy_(full)
                 fingerprint.add(name, target)
-        if group is not None:
-            broadcast(group, buffer)
+        if group is not None and not failure:
+            try:
+                broadcast(group, buffer)
+            except Exception as error:  # noqa: BLE001 - raised below, when all ranks have gathered everything
+                # Only its text: the exception would keep this frame, and with it the group, alive.
+                failure = f"{type(error).__name__}: {error}"
+    if failure:
+        raise InfrastructureError(f"weights could not be sent to all engines: {failure}")
     return (fingerprint.hexdigest() if group is not None else ""), total

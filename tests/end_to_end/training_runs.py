@@ -114,14 +114,24 @@ class WatchedRun:
         return line
 
 
-def actor_pid(run_dir: Path, name: str) -> int:
-    """The process of one actor of a run (``engine-0``, ``trainer-1``): the Ray worker whose output goes to that log of that run."""
-    log = str((run_dir / "logs" / f"{name}.log").absolute())
+def actors(run_dir: Path) -> dict[str, int]:
+    """The living actors of a run, name (``engine-0``, ``trainer-1``) -> process: Ray's workers whose output goes to its logs."""
+    logs = (run_dir / "logs").absolute()
+    found: dict[str, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if os.readlink(process / "fd" / "1") == log and (process / "cmdline").read_bytes().startswith(b"ray::"):
-                return int(process.name)
-    raise AssertionError(f"no Ray worker writes to {log}")
+            log = Path(os.readlink(process / "fd" / "1"))
+            if log.parent == logs and (process / "cmdline").read_bytes().startswith(b"ray::"):
+                found[log.stem] = int(process.name)
+    return found
+
+
+def wait_until_all_ended(run_dir: Path, timeout_s: float = 60.0) -> None:
+    """Return when no actor of the run is left; fail after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while left := actors(run_dir):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.2)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,125 @@
+"""One training that loses an engine, is told to stop, loses a trainer rank, and still ends as if nothing had been.
+
+Three starts of the same command, each going on from the last: a dead engine is replaced within the run; a signal
+saves and ends with exit code 75; a dead trainer rank ends the run with an error that names it. Every state is tested by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import Command, actors, rollouts, step_records, wait_until_all_ended
+
+STEPS = 14
+SETTINGS = (
+    "config=grpo_tiny",
+    f"schedule.steps={STEPS}",
+    "schedule.prompts_per_step=8",
+    "algorithm.group_size=4",
+    "evaluation.every=0",
+    "checkpoint.every=0",
+    "run_dir=run",
+    "resume=auto",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of the command: what it printed, and the records that stood in the run directory when it had ended."""
+
+    directory: Path
+    output: str
+    records: list[dict[str, Any]]
+    checkpoints: list[str]
+
+
+def ended(directory: Path, output: str) -> Attempt:
+    names = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    return Attempt(directory=directory, output=output, records=step_records(directory), checkpoints=names)
+
+
+@pytest.fixture(scope="module")
+def engine_killed_then_stopped(tmp_path_factory: pytest.TempPathFactory) -> Attempt:
+    command = Command(tmp_path_factory.mktemp("lost_processes"))
+    directory = command.directory / "run"
+    with command.watched(*SETTINGS) as run:
+        run.wait_for(f"step 2/{STEPS} ")
+        os.kill(actors(directory)["engine-0"], signal.SIGKILL)
+        run.wait_for("replaced engine-0")
+        run.wait_for(f"step 4/{STEPS} ")
+        run.signal(signal.SIGTERM)
+        output = run.finish(75)
+    wait_until_all_ended(directory)
+    return ended(directory, output)
+
+
+@pytest.fixture(scope="module")
+def trainer_killed(engine_killed_then_stopped: Attempt) -> Attempt:
+    directory = engine_killed_then_stopped.directory
+    with Command(directory.parent).watched(*SETTINGS) as run:
+        run.wait_for(f"step {len(engine_killed_then_stopped.records) + 2}/{STEPS} ")
+        os.kill(actors(directory)["trainer-1"], signal.SIGKILL)
+        output = run.finish(1)
+    wait_until_all_ended(directory)
+    return ended(directory, output)
+
+
+@pytest.fixture(scope="module")
+def finished(trainer_killed: Attempt) -> Attempt:
+    output = Command(trainer_killed.directory.parent).run(*SETTINGS)
+    wait_until_all_ended(trainer_killed.directory)
+    return ended(trainer_killed.directory, output)
+
+
+def test_run_goes_on_after_its_engine_was_killed(engine_killed_then_stopped: Attempt) -> None:
+    records = engine_killed_then_stopped.records
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert len(records) >= 4
+    assert [record["engine/restarts"] for record in records[:2]] == [0, 0]
+    assert records[-1]["engine/restarts"] == 1
+    assert all(record["reward/failed"] == 0 for record in records), "an engine's loss is no failed episode"
+
+
+def test_replaced_engine_has_the_present_weights_before_its_first_token(engine_killed_then_stopped: Attempt) -> None:
+    for record in engine_killed_then_stopped.records:
+        rows = rollouts(engine_killed_then_stopped.directory, record["step"])
+        assert len(rows) == 8 * 4
+        assert {version for row in rows for version in row["versions"] if version >= 0} == {record["step"] - 1}
+        assert record["parity/logprob_abs_mean"] < 1e-4, "the version is not only a label"
+
+
+def test_signal_ends_the_run_after_its_step_with_a_checkpoint(engine_killed_then_stopped: Attempt) -> None:
+    attempt = engine_killed_then_stopped
+    assert attempt.checkpoints == [f"step_{len(attempt.records):06d}"]
+    assert len(attempt.records) < STEPS
+    assert "stopping after this step" in attempt.output and "Traceback" not in attempt.output
+    assert attempt.output.strip().splitlines()[-1] == "run: run"
+
+
+def test_dead_trainer_rank_ends_the_run_with_an_error_that_names_it(trainer_killed: Attempt, engine_killed_then_stopped: Attempt) -> None:
+    assert f"resuming run from {engine_killed_then_stopped.checkpoints[-1]}" in trainer_killed.output
+    last = trainer_killed.output.strip().splitlines()
+    errors = [line for line in last if line.startswith("error: ")]
+    assert len(errors) == 1 and "trainer rank 1" in errors[0], trainer_killed.output[-2000:]
+    assert "Traceback" not in trainer_killed.output
+    assert len(trainer_killed.records) > len(engine_killed_then_stopped.records)
+
+
+def test_resume_after_a_dead_trainer_finishes_every_step_once(finished: Attempt, engine_killed_then_stopped: Attempt) -> None:
+    assert f"resuming run from {engine_killed_then_stopped.checkpoints[-1]}" in finished.output
+    assert [record["step"] for record in finished.records] == list(range(1, STEPS + 1))
+    assert finished.checkpoints[-1] == f"step_{STEPS:06d}"
+    for record in finished.records:
+        versions = {v for row in rollouts(finished.directory, record["step"]) for v in row["versions"] if v >= 0}
+        assert versions == {record["step"] - 1} and record["parity/logprob_abs_mean"] < 1e-4
+
+
+def test_steps_done_again_after_a_resume_are_the_same_as_before(finished: Attempt, trainer_killed: Attempt) -> None:
+    for before, after in zip(trainer_killed.records, finished.records, strict=False):
+        for name in ("reward/mean", "train/loss", "train/grad_norm", "train/lr"):
+            assert after[name] == pytest.approx(before[name], abs=1e-6), (before["step"], name)
