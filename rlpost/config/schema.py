@@ -210,7 +210,7 @@ class WeightsConfig:
 
     transport: str = option("auto", "How weights travel; auto is collective.", ("auto", "collective"))
     backend: str = option("auto", "Collective library: gloo on CPU, nccl on GPU (nccl: not run on a GPU yet).", ("auto", "gloo", "nccl"))
-    bucket_mib: int = option(64, "Size of one broadcast buffer.")
+    bucket_mib: int = option(8, "Size of one broadcast buffer in MiB.")
     timeout_s: float = option(300.0, "Deadline of a sync, and of each collective in it.")
 
 

@@ -64,11 +64,12 @@ async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
         stop.set()
         console.warning("stopping after this step and saving; once more ends at once")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, request_stop)
     where = setup.connect(config)
     async with AsyncExitStack() as stack:
         stack.callback(setup.close_session)
+        # After Ray's start, which puts in a SIGTERM handler of its own that ends the process at once.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, request_stop)
         console.message(f"Ray on {where['where']}")
         parts = await setup.start_parts(config, context.derived, context.inputs, context.run_dir, stack, console.message)
         size = parts.reports["trainer"]

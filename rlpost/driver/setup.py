@@ -16,6 +16,7 @@ from typing import Any
 
 from rlpost.algorithms.catalogue import Algorithm, make_algorithm
 from rlpost.cluster import actor_logs, session
+from rlpost.cluster.session import KEEP_FREED_MEMORY
 from rlpost.cluster.placement import Gang
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
@@ -34,10 +35,6 @@ from rlpost.training.group import TrainerGroup
 from rlpost.training.protocol import WorkerSettings
 from rlpost.types import Prompt, SamplingSettings
 from rlpost.weights.coordinator import WeightSync
-
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-"""glibc gives activations back to the system at every free and gets them page by page again, a tenth of a CPU trainer's time.
-32 MiB is the largest threshold that it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

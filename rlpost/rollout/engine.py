@@ -18,7 +18,11 @@ from typing import Any
 import numpy as np
 
 from rlpost.cluster.actor_logs import redirect_output
+from rlpost.cluster.session import KEEP_FREED_MEMORY
 from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError, SyncAcknowledgement, WeightsManifest
+
+UNDEFINED_VERSION = -1
+"""Stamped on tokens that are sampled between a sync that broke off and the next one that succeeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class EngineSettings:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            **KEEP_FREED_MEMORY,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.in_actor else "1",
         }
 
@@ -106,8 +111,9 @@ class VllmEngine:
         redirect_output()
         os.environ.update(settings.environment())
         self.settings = settings
-        self.version = -1
+        self.version = UNDEFINED_VERSION
         self.llm: Any = None
+        self._staged = False
         self._finished: asyncio.Queue[tuple[str, GenerateResult | InfrastructureError]] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -203,7 +209,10 @@ class VllmEngine:
         await self._guarded(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info))), "join_weights")
 
     async def stage_weights(self, manifest: WeightsManifest) -> SyncAcknowledgement:
-        """Freeze running requests, receive and load all weights. Generation stays paused until commit or :meth:`resume`."""
+        """Freeze running requests, receive and load all weights. Generation stays paused until commit or :meth:`resume`.
+
+        Raises InfrastructureError when they do not come whole; then the next sync, over a new group, heals the engine.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from rlpost.weights.receiver import ReceiveInfo
@@ -217,14 +226,15 @@ class VllmEngine:
         )
         # keep: frozen requests go on with the new weights. The cache is cleared with them, or their old KV would be used.
         await self._guarded(self.llm.pause_generation(mode="keep", clear_cache=True), "pause")
+        # Half new weights are of no version: what is sampled before the next commit, if anything, is refused (see to_result).
+        await self._guarded(self.llm.update_weight_version(str(UNDEFINED_VERSION)), "update_weight_version")
+        if self._staged:  # by a sync that was not committed: what it brought is replaced
+            await self._guarded(self.llm.finish_weight_update(), "finish_weight_update")
+            self._staged = False
         await self._guarded(self.llm.start_weight_update(), "start_weight_update")
         await self._guarded(self.llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(info))), "update_weights")
+        self._staged = True
         receipts = await self._guarded(self.llm.collective_rpc("weight_receipt"), "weight_receipt")
-        for receipt in receipts:
-            if receipt["missing"]:
-                raise InfrastructureError(
-                    f"{self.settings.name} never received {len(receipt['missing'])} parameters: {receipt['missing'][:5]}"
-                )
         fingerprints = {receipt["fingerprint"] for receipt in receipts}
         if len(fingerprints) != 1:
             raise InfrastructureError(f"{self.settings.name}: its workers received different weights: {sorted(fingerprints)}")
@@ -240,6 +250,7 @@ class VllmEngine:
         """Make the staged weights the policy ``version`` and go on generating."""
         try:
             await self._guarded(self.llm.finish_weight_update(weight_version=str(version)), "finish_weight_update")
+            self._staged = False
             self.version = version
         finally:
             await self.resume()
@@ -301,7 +312,8 @@ def to_result(request: GenerateRequest, output: Any) -> GenerateResult:
         versions[span.start : span.end] = int(span.version)
     if len(tokens) and versions.min() < 0:
         raise InfrastructureError(
-            f"request {request.request_id}: the engine stamped no policy version on some tokens: {completion.weight_versions}"
+            f"request {request.request_id}: some of its tokens are of no policy version (a weight sync broke off): "
+            f"{completion.weight_versions}"
         )
     reason = completion.finish_reason
     return GenerateResult(

@@ -44,6 +44,7 @@ class InActorCore:
                 progressing = self._step()
         except BaseException as error:  # noqa: BLE001 - whatever it is, it must reach the callers
             self.resources.engine_dead = True
+            self._refuse_commands()
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, error)
 
     def _serve_commands(self, wait: bool) -> bool:
@@ -56,6 +57,8 @@ class InActorCore:
             if command is None:
                 return False
             call, future = command
+            if not future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001 - handed to the caller
@@ -77,13 +80,22 @@ class InActorCore:
 
     def _submit(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
+        self._commands.put((call, future))
         if self.resources.engine_dead:
-            from vllm.v1.engine.exceptions import EngineDeadError
-
-            future.set_exception(EngineDeadError())
-        else:
-            self._commands.put((call, future))
+            self._refuse_commands()
         return future
+
+    def _refuse_commands(self) -> None:
+        """The thread has ended: whoever waits for a command must hear of it."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None and command[1].set_running_or_notify_cancel():
+                command[1].set_exception(EngineDeadError())
 
     async def get_output_async(self) -> Any:
         """The next outputs; raises what ended the core."""

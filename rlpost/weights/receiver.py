@@ -75,7 +75,7 @@ class CollectiveReceiver(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Receive all buckets and load them. Raises when no group was joined."""
+        """Receive all buckets and load them. Raises when no group was joined, the connection breaks, or parameters are missing."""
         if self.group is None:
             raise RuntimeError("no weight-transfer group was joined before the first update")
         manifest = WeightsManifest(
@@ -85,16 +85,50 @@ class CollectiveReceiver(WeightTransferEngine[JoinInfo, ReceiveInfo]):
             dtypes=tuple(update_info.dtypes),
             buckets=tuple((bucket[0], bucket[1]) for bucket in update_info.buckets),
         )
+        try:
+            self.last_receipt = self._receive(self.group, manifest)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _receive(self, group: Any, manifest: WeightsManifest) -> dict[str, Any]:
         fingerprint, loaded = Fingerprint(), set[str]()
         for bucket in manifest.buckets:
-            buffer = torch.empty(collective.bucket_bytes(manifest, bucket), dtype=torch.uint8, device=self.device)
-            collective.broadcast(self.group, buffer)
+            buffer = torch.zeros(collective.bucket_bytes(manifest, bucket), dtype=torch.uint8, device=self.device)
+            collective.broadcast(group, buffer)
             tensors = list(collective.views(buffer, manifest, bucket))
             for name, tensor in tensors:
                 fingerprint.add(name, tensor)
             loaded |= self._load(tensors)
-        missing = [name for name in self.expected if name not in loaded]
-        self.last_receipt = {"fingerprint": fingerprint.hexdigest(), "tensors": fingerprint.tensors, "missing": missing}
+        missing = [name for name in self.expected if name not in loaded] + self._missing_parts(set(manifest.names))
+        if missing:
+            raise RuntimeError(f"{len(missing)} parameters never came: {missing[:5]}")
+        return {"fingerprint": fingerprint.hexdigest(), "tensors": fingerprint.tensors}
+
+    def _missing_parts(self, names: set[str]) -> list[str]:
+        """Parts of fused parameters (query of query-key-value, say) that did not come although another part of the same did."""
+        fused: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
+        missing: list[str] = []
+        for name in self.expected:
+            for whole, parts in fused.items():
+                pieces = [name.replace(f".{whole}.", f".{part}.") for part in parts] if f".{whole}." in name else []
+                absent = [piece for piece in pieces if piece not in names]
+                missing += absent if len(absent) < len(pieces) else []
+        return missing
+
+    def _abandon(self) -> None:
+        """After half an update: a model that can run and be updated again (its weights are of no version).
+
+        Without it layers would stay without storage, and what they have collected would be taken for a part of the next update.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        self.finish_weight_update()
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str]:
         load: Any = self.model.load_weights
@@ -136,7 +170,7 @@ class WorkerExtension:
     """Methods that every vLLM worker gets beside its own (engine argument ``worker_extension_cls``)."""
 
     def weight_receipt(self) -> dict[str, Any]:
-        """Fingerprint, tensor count and missing names of the last update on this worker."""
+        """Fingerprint and tensor count of the last update on this worker."""
         return self.weight_transfer_engine.last_receipt  # type: ignore[attr-defined]
 
 
