@@ -16,8 +16,8 @@ from typing import Any
 
 from rlpost.algorithms.catalogue import Algorithm, make_algorithm
 from rlpost.cluster import actor_logs, session
-from rlpost.cluster.session import KEEP_FREED_MEMORY
 from rlpost.cluster.placement import Gang
+from rlpost.cluster.session import KEEP_FREED_MEMORY
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
 from rlpost.data.prepare import tokenize_prompts
