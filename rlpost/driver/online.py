@@ -28,6 +28,14 @@ from rlpost.training.packing import occupancy, pack, unpack
 from rlpost.training.protocol import UpdateRequest
 from rlpost.types import ConfigError, Group, InfrastructureError, SyncReport
 
+NOT_MEASURED: dict[str, float] = {
+    "train/tokens": 0,
+    "train/kl": 0.0,
+    **dict.fromkeys(("train/loss", "train/grad_norm", "train/lr", "train/occupancy", "train/entropy"), math.nan),
+    **dict.fromkeys(("train/ratio_max", "train/clip_fraction", "parity/logprob_abs_mean", "parity/logprob_abs_max"), math.nan),
+}
+"""What a step reports of what its updates do not: nothing was to be trained on, there is no reference, or (parity) every token is stale."""
+
 
 @dataclass(kw_only=True)
 class OnlineRun:
@@ -92,8 +100,7 @@ class OnlineRun:
                 groups = await self.collector.take(self.config.schedule.rollout_timeout_s, interrupted=lost.is_set)
                 if groups is not None:
                     break
-                with self.clock.phase("sync"):
-                    await self.repair_engines()
+                await self.repair_engines()
         # What came after the last generation was waiting for rewards.
         scoring = max(0.0, time.perf_counter() - self.collector.generated_at)
         self.clock.attribute("generate", "reward", min(scoring, self.clock.seconds_in("generate")))
@@ -123,8 +130,7 @@ class OnlineRun:
         with self.clock.phase("update"):
             metrics = [await self._update(batch, components, first=index == 0) for index, batch in enumerate(filled)]
         self.record.update(summarise_rollouts(groups, policy_version=self.step, generate_s=self.collector.take_busy_s()))
-        # The loss reports it only where it has a reference to compare with.
-        self.record.update({"train/kl": 0.0, **merge(metrics)})
+        self.record.update({**NOT_MEASURED, **merge(metrics)})
 
     async def _complete(self, batch: Minibatch) -> Minibatch:
         """Add the logprobs that the loss needs and that only a forward gives."""
@@ -191,7 +197,8 @@ class OnlineRun:
             await self.parts.weights.connect()
             self._note(await self.parts.weights.full(self.step))
 
-        names = await self.parts.engines.repair(give_weights)
+        with self.clock.phase("sync"):
+            names = await self.parts.engines.repair(give_weights)
         self.console.warning(f"replaced {', '.join(names)}; it has the weights of version {self.step}, its episodes are made again")
 
     def _note(self, report: SyncReport) -> None:
@@ -207,7 +214,12 @@ class OnlineRun:
             return
         with self.clock.phase("evaluate"):
             metrics, _ = await evaluate(
-                self.parts.evaluation, self.inputs.held_out, step=self.step, timeout_s=self.config.schedule.rollout_timeout_s
+                self.parts.evaluation,
+                self.inputs.held_out,
+                step=self.step,
+                timeout_s=self.config.schedule.rollout_timeout_s,
+                lost=self.parts.engines.lost,
+                repair=self.repair_engines,
             )
         if self.step == 0:
             self.trackers.log(metrics, 0)
@@ -267,7 +279,8 @@ class OnlineRun:
         self.trackers.truncate_after(self.step)
         if not any(record.get("step") == self.step and "train/loss" in record for record in read_metrics(self.run_dir)):
             # Stopped between the checkpoint and the step's report.
-            self.trackers.log({"step": self.step, "policy_version": self.step, **state["record"]}, self.step)
+            record = {name: math.nan if value is None else value for name, value in state["record"].items()}
+            self.trackers.log({"step": self.step, "policy_version": self.step, **record}, self.step)
 
     def report(self, groups: Sequence[Group]) -> None:
         """Write the step's record and rollouts."""

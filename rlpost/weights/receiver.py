@@ -76,8 +76,6 @@ class CollectiveReceiver(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
         """Receive all buckets and load them. Raises when no group was joined, the connection breaks, or parameters are missing."""
-        if self.group is None:
-            raise RuntimeError("no weight-transfer group was joined before the first update")
         manifest = WeightsManifest(
             version=update_info.version,
             names=tuple(update_info.names),
@@ -86,6 +84,8 @@ class CollectiveReceiver(WeightTransferEngine[JoinInfo, ReceiveInfo]):
             buckets=tuple((bucket[0], bucket[1]) for bucket in update_info.buckets),
         )
         try:
+            if self.group is None:
+                raise RuntimeError("no weight-transfer group was joined before this update")
             self.last_receipt = self._receive(self.group, manifest)
         except BaseException:
             self._abandon()

@@ -5,7 +5,10 @@ A process imports torch and transformers once (seconds); tests make and leave pr
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -36,12 +39,11 @@ FIRST_ID, LAST_ID = 4, 98
 _worker: Any = None
 
 
-def _import() -> None:
-    import transformers
-
-    import rlpost.training.worker
-
-    assert rlpost.training.worker and transformers.AutoModelForCausalLM
+def _import(modules: Sequence[str]) -> int:
+    """What takes the time; returns the process's id."""
+    for module in modules:
+        importlib.import_module(module)
+    return os.getpid()
 
 
 def _make(rank: int, world: int, settings: WorkerSettings) -> tuple[str, int]:
@@ -79,8 +81,8 @@ class RankProcesses:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(RANKS + 1)]
-        for pool in self._pools[:RANKS]:
-            pool.submit(_import)  # together: it is what takes the time
+        modules = [["rlpost.training.worker", "transformers.models.auto.modeling_auto"]] * RANKS + [["rlpost.weights.collective"]]
+        self._pids = gather([pool.submit(_import, names) for pool, names in zip(self._pools, modules, strict=True)])
 
     def submit(self, process: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a module-level function in one of the processes."""
@@ -99,7 +101,9 @@ class RankProcesses:
                 future.result(CALL_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, also those that a failed test left in a collective."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 

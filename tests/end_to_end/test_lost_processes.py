@@ -1,19 +1,24 @@
-"""One training that loses an engine, is told to stop, loses a trainer rank, and still ends as if nothing had been.
+"""One training that loses an engine, is told to stop, loses trainer ranks, and still ends as if nothing had been.
 
-Three starts of the same command, each going on from the last: a dead engine is replaced within the run; a signal
-saves and ends with exit code 75; a dead trainer rank ends the run with an error that names it. Every state is tested by itself.
+Three starts of the same command, each going on from the last:
+
+1. its engine is killed and replaced, in the evaluation and among the steps; a signal then saves and ends it with exit code 75
+2. a trainer rank is killed, and everything is started again from the checkpoint; another one is killed, which is one more than
+   checkpoint.max_restarts allows: the run ends with an error
+3. nothing happens any more
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import Command, actors, rollouts, step_records, wait_until_all_ended
+from training_runs import Command, actors, metrics, rollouts, step_records, wait_until_all_ended
 
 STEPS = 14
 SETTINGS = (
@@ -21,8 +26,11 @@ SETTINGS = (
     f"schedule.steps={STEPS}",
     "schedule.prompts_per_step=8",
     "algorithm.group_size=4",
-    "evaluation.every=0",
+    f"evaluation.every={STEPS}",
+    "evaluation.samples=8",
+    "evaluation.temperature=1.0",
     "checkpoint.every=0",
+    "checkpoint.max_restarts=1",
     "run_dir=run",
     "resume=auto",
 )
@@ -48,6 +56,10 @@ def engine_killed_then_stopped(tmp_path_factory: pytest.TempPathFactory) -> Atte
     command = Command(tmp_path_factory.mktemp("lost_processes"))
     directory = command.directory / "run"
     with command.watched(*SETTINGS) as run:
+        run.wait_for("all parts are up")
+        time.sleep(1.5)  # the first sync is over, the evaluation of 2,048 samples is not
+        os.kill(actors(directory)["engine-0"], signal.SIGKILL)
+        run.wait_for("replaced engine-0")
         run.wait_for(f"step 2/{STEPS} ")
         os.kill(actors(directory)["engine-0"], signal.SIGKILL)
         run.wait_for("replaced engine-0")
@@ -59,30 +71,40 @@ def engine_killed_then_stopped(tmp_path_factory: pytest.TempPathFactory) -> Atte
 
 
 @pytest.fixture(scope="module")
-def trainer_killed(engine_killed_then_stopped: Attempt) -> Attempt:
+def trainers_killed(engine_killed_then_stopped: Attempt) -> Attempt:
     directory = engine_killed_then_stopped.directory
+    two_further = f"step {len(engine_killed_then_stopped.records) + 2}/{STEPS} "
     with Command(directory.parent).watched(*SETTINGS) as run:
-        run.wait_for(f"step {len(engine_killed_then_stopped.records) + 2}/{STEPS} ")
+        run.wait_for(two_further)
         os.kill(actors(directory)["trainer-1"], signal.SIGKILL)
+        run.wait_for("starting again")
+        run.wait_for(two_further)
+        os.kill(actors(directory)["trainer-0"], signal.SIGKILL)
         output = run.finish(1)
     wait_until_all_ended(directory)
     return ended(directory, output)
 
 
 @pytest.fixture(scope="module")
-def finished(trainer_killed: Attempt) -> Attempt:
-    output = Command(trainer_killed.directory.parent).run(*SETTINGS)
-    wait_until_all_ended(trainer_killed.directory)
-    return ended(trainer_killed.directory, output)
+def finished(trainers_killed: Attempt) -> Attempt:
+    output = Command(trainers_killed.directory.parent).run(*SETTINGS)
+    wait_until_all_ended(trainers_killed.directory)
+    return ended(trainers_killed.directory, output)
 
 
 def test_run_goes_on_after_its_engine_was_killed(engine_killed_then_stopped: Attempt) -> None:
     records = engine_killed_then_stopped.records
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert len(records) >= 4
-    assert [record["engine/restarts"] for record in records[:2]] == [0, 0]
-    assert records[-1]["engine/restarts"] == 1
+    assert [record["engine/restarts"] for record in records[:2]] == [1, 1]
+    assert records[-1]["engine/restarts"] == 2
     assert all(record["reward/failed"] == 0 for record in records), "an engine's loss is no failed episode"
+
+
+def test_evaluation_is_whole_although_its_engine_was_killed(engine_killed_then_stopped: Attempt) -> None:
+    [first] = [record for record in metrics(engine_killed_then_stopped.directory) if record["step"] == 0]
+    assert 0 < first["evaluate/reward"] < 1
+    assert engine_killed_then_stopped.output.index("replaced engine-0") < engine_killed_then_stopped.output.index(f"step 0/{STEPS} ")
 
 
 def test_replaced_engine_has_the_present_weights_before_its_first_token(engine_killed_then_stopped: Attempt) -> None:
@@ -101,16 +123,24 @@ def test_signal_ends_the_run_after_its_step_with_a_checkpoint(engine_killed_then
     assert attempt.output.strip().splitlines()[-1] == "run: run"
 
 
-def test_dead_trainer_rank_ends_the_run_with_an_error_that_names_it(trainer_killed: Attempt, engine_killed_then_stopped: Attempt) -> None:
-    assert f"resuming run from {engine_killed_then_stopped.checkpoints[-1]}" in trainer_killed.output
-    last = trainer_killed.output.strip().splitlines()
-    errors = [line for line in last if line.startswith("error: ")]
-    assert len(errors) == 1 and "trainer rank 1" in errors[0], trainer_killed.output[-2000:]
-    assert "Traceback" not in trainer_killed.output
-    assert len(trainer_killed.records) > len(engine_killed_then_stopped.records)
+def test_dead_trainer_rank_is_named_and_the_run_starts_again_from_its_checkpoint(
+    trainers_killed: Attempt, engine_killed_then_stopped: Attempt
+) -> None:
+    [checkpoint] = engine_killed_then_stopped.checkpoints
+    assert f"resuming run from {checkpoint}" in trainers_killed.output
+    [warning] = [line for line in trainers_killed.output.splitlines() if "starting again" in line]
+    assert "trainer rank 1 died" in warning and checkpoint in warning and "checkpoint.max_restarts=1" in warning
+    assert trainers_killed.output.count(f"step {len(engine_killed_then_stopped.records) + 1}/{STEPS} ") == 2, "done again"
 
 
-def test_resume_after_a_dead_trainer_finishes_every_step_once(finished: Attempt, engine_killed_then_stopped: Attempt) -> None:
+def test_one_death_more_than_allowed_ends_the_run_with_an_error_that_names_the_rank(trainers_killed: Attempt) -> None:
+    errors = [line for line in trainers_killed.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "trainer rank 0 died" in errors[0], trainers_killed.output[-2000:]
+    assert "Traceback" not in trainers_killed.output
+    assert "run: " not in trainers_killed.output
+
+
+def test_resume_after_dead_trainers_finishes_every_step_once(finished: Attempt, engine_killed_then_stopped: Attempt) -> None:
     assert f"resuming run from {engine_killed_then_stopped.checkpoints[-1]}" in finished.output
     assert [record["step"] for record in finished.records] == list(range(1, STEPS + 1))
     assert finished.checkpoints[-1] == f"step_{STEPS:06d}"
@@ -119,7 +149,7 @@ def test_resume_after_a_dead_trainer_finishes_every_step_once(finished: Attempt,
         assert versions == {record["step"] - 1} and record["parity/logprob_abs_mean"] < 1e-4
 
 
-def test_steps_done_again_after_a_resume_are_the_same_as_before(finished: Attempt, trainer_killed: Attempt) -> None:
-    for before, after in zip(trainer_killed.records, finished.records, strict=False):
+def test_steps_done_again_after_a_resume_are_the_same_as_before(finished: Attempt, trainers_killed: Attempt) -> None:
+    for before, after in zip(trainers_killed.records, finished.records, strict=False):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/lr"):
             assert after[name] == pytest.approx(before[name], abs=1e-6), (before["step"], name)
