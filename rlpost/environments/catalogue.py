@@ -19,8 +19,10 @@ def environment_factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     cls = resolve(config.name, kind="environment", group="rlpost.environments", catalogue=ENVIRONMENTS)
     try:
         probe = cls(**config.options)
-    except TypeError as error:
-        raise ConfigError(f"environment {config.name!r} cannot be made with environment.options={dict(config.options)}: {error}") from error
+    except Exception as error:  # a user's constructor may raise anything
+        raise ConfigError(
+            f"environment {config.name!r} cannot be made with environment.options={dict(config.options)}: {type(error).__name__}: {error}"
+        ) from error
     for method in ("reset", "step"):
         if not callable(getattr(probe, method, None)):
             raise ConfigError(f"environment {config.name!r} has no method {method}; it needs reset(prompt, seed) and step(action)")

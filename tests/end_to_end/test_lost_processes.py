@@ -10,6 +10,7 @@ Three starts of the same command, each going on from the last:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -19,6 +20,9 @@ from typing import Any
 
 import pytest
 from training_runs import Command, actors, metrics, rollouts, step_records, wait_until_all_ended
+
+from rlpost.driver import evaluate as evaluation
+from rlpost.types import Group, InfrastructureError, Prompt
 
 STEPS = 14
 SETTINGS = (
@@ -153,3 +157,41 @@ def test_steps_done_again_after_a_resume_are_the_same_as_before(finished: Attemp
     for before, after in zip(trainers_killed.records, finished.records, strict=False):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/lr"):
             assert after[name] == pytest.approx(before[name], abs=1e-6), (before["step"], name)
+
+
+def test_evaluation_has_its_engine_replaced_instead_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without processes, for above the engine may die a moment earlier. Episodes wait for what only ``repair`` brings."""
+    lost, replaced = asyncio.Event(), asyncio.Event()
+    repairs = 0
+
+    async def episodes(*_: Any, **__: Any) -> Group:
+        lost.set()
+        await replaced.wait()
+        return Group(group_id="evaluate-0-0", index=0, prompt=Prompt(prompt_id="0", text="a"), trajectories=())
+
+    async def repair() -> None:
+        nonlocal repairs
+        repairs += 1
+        lost.clear()
+        replaced.set()
+
+    monkeypatch.setattr(evaluation, "run_group", episodes)
+    plan: Any = None
+    prompts = [Prompt(prompt_id="0", text="a")]
+    _, groups = asyncio.run(evaluation.evaluate(plan, prompts, step=0, timeout_s=30.0, lost=lost, repair=repair))
+    assert repairs == 1 and len(groups) == 1
+
+
+def test_evaluation_that_never_ends_is_an_error_that_names_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> Group:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def repair() -> None:
+        raise AssertionError("no engine was lost")
+
+    monkeypatch.setattr(evaluation, "run_group", never)
+    plan: Any = None
+    prompts = [Prompt(prompt_id="0", text="a")]
+    with pytest.raises(InfrastructureError, match="evaluation at step 7"):
+        asyncio.run(evaluation.evaluate(plan, prompts, step=7, timeout_s=0.05, lost=asyncio.Event(), repair=repair))

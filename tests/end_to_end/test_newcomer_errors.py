@@ -225,7 +225,6 @@ def test_environment_that_lacks_a_method_is_refused(refused: Refused) -> None:
     assert "World" in message and "step" in message
 
 
-@pytest.mark.xfail(strict=True, reason="environments/catalogue.py turns only a TypeError of the constructor into a ConfigError")
 def test_environment_whose_constructor_raises_is_a_users_error(refused: Refused) -> None:
     Path("mine.py").write_text("class World:\n    def __init__(self, level):\n        self.level = {'easy': 1}[level]\n")
     message = refused("environment.name=mine.py:World", "environment.options={level: hard}")
