@@ -9,6 +9,7 @@ import datetime
 import math
 import random
 import resource
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -313,12 +314,6 @@ def sum_anchor(output: models.TargetOutput) -> torch.Tensor:
 
 
 def _node_address() -> str:
-    """This node's address as its peers see it."""
-    try:
-        import ray
-
-        if ray.is_initialized():
-            return str(ray.util.get_node_ip_address())
-    except ImportError:
-        pass
-    return "127.0.0.1"
+    """This node's address as its peers see it; the local one where no Ray runs (tests)."""
+    ray = sys.modules.get("ray")
+    return str(ray.util.get_node_ip_address()) if ray is not None and ray.is_initialized() else "127.0.0.1"
