@@ -33,7 +33,7 @@ def my_reward(prompt: str, completion: str, answer: str | None = None) -> float 
 
 
 # `max_words` is no column of the data: it comes from `options` in the configuration. RewardResult adds figures that are
-# logged as reward/brevity/words, beside the reward.
+# logged as reward_metrics/brevity/words, beside the reward.
 def brevity(prompt: str, completion: str, max_words: int = 20) -> RewardResult:
     """1 for at most `max_words` words, falling to 0 at twice as many."""
     words = len(completion.split())

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from rlpost.types import ConfigError
+from rlpost.types import ConfigError, InfrastructureError
 
 OBJECT_STORE_BYTES = 512 << 20
 """Object store of a local session: batches are megabytes, weights do not travel through it."""
@@ -25,7 +25,7 @@ again, a tenth of a trainer's time. 32 MiB is the largest threshold that it take
 def connect(address: str | None) -> dict[str, Any]:
     """Join the cluster at ``address`` (or RAY_ADDRESS), else start Ray here. Returns what to print about it.
 
-    Raises ConfigError when an address was given and nothing answers there.
+    Raises ConfigError when an address was given and nothing answers there, InfrastructureError when Ray cannot start here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -34,7 +34,13 @@ def connect(address: str | None) -> dict[str, Any]:
     address = address or os.environ.get("RAY_ADDRESS") or None
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True, "namespace": "rlpost"}
     if address is None:
-        ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **common)
+        try:
+            ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **common)
+        except Exception as error:  # Ray raises a bare Exception when one of its processes does not come up
+            raise InfrastructureError(
+                f"Ray did not start on this machine: {error} Is the machine overloaded, or its disk full? "
+                "Ray's own logs are in /tmp/ray/session_latest/logs"
+            ) from error
         return {"where": "this machine", "resources": ray.cluster_resources()}
     try:
         _probe(address)
