@@ -21,7 +21,7 @@ STEPS, EVALUATE_EVERY, HELD_OUT = 20, 10, 64
 PROMPTS, SAMPLES = 32, 8
 
 LEAST_RISE = 0.25
-"""Mean reward of the last five steps minus that of the first five; measured over several runs: 0.39 to 0.45."""
+"""Mean reward of the last five steps minus that of the first five; 0.37 to 0.44 with seeds 0, 1 and 2."""
 
 REQUIRED = (
     "step", "policy_version", "time/step_s", "time/generate_s", "time/reward_s", "time/reference_s", "time/old_logprob_s",
