@@ -145,6 +145,7 @@ def test_collect_returns_nothing_after_its_time(engine: EngineProcess) -> None:
 # ---- another process ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_core_in_a_process_of_its_own_gives_the_same_tokens_for_the_same_seeds(engine: EngineProcess, plain: PlainModel) -> None:
     """engine.process=separate is the way of GPUs; versions and weight syncs go the same way there."""
     prompts = random_prompts(6, seed=20)
