@@ -222,36 +222,93 @@ class LossComponent:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsManifest:
-    """What one weight sync moves: names, shapes and dtypes in order, and the fingerprint of all of it."""
+    """All tensors that engines get from the trainer, in a fixed order; agreed on when a sync's two ends meet.
 
-    version: int
+    ``cuts[i]`` are the rows (first dimension) of tensor i at which the trainer's shards begin, and the end: rank r owns rows
+    ``cuts[i][r]`` to ``cuts[i][r + 1]``. Two ranks, 5 rows: (0, 3, 5). A scalar counts as one row.
+    """
+
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    buckets: tuple[tuple[int, int], ...]
-    """Half-open ranges of tensor indices; each bucket is sent as one flat buffer."""
+    """Dtypes in which the engines hold them."""
+    cuts: tuple[tuple[int, ...], ...]
+    trained: tuple[bool, ...]
+    """Tensors that training changes; the others have the same bits for ever."""
+    bucket_bytes: int
+
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: first and last index (exclusive) in each dimension."""
+
+Layout = tuple[Box | None, ...]
+"""Which part of each tensor of the manifest one engine worker holds; None is the whole tensor."""
+
+SyncMode = Literal["full", "trained", "delta", "adapter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncPlan:
+    """One weight sync as both ends see it.
+
+    ``full`` moves all tensors, ``trained`` those that training changes, ``delta`` the elements that changed since
+    ``base_version``, ``adapter`` only a LoRA adapter. All but ``full`` need an engine that holds ``base_version``.
+    """
+
+    version: int
+    mode: SyncMode
+    base_version: int
+    link: str
+    """Name of the connection that carries it."""
+    verify: bool
+    senders: tuple[int, ...] = (0,)
+    """Trainer ranks that have an end of the link: rank 0, or (memory shared on one GPU) every rank for the engine beside it."""
+    message_bytes: int = 0
+    """Size of the encoded delta or adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncAcknowledgement:
-    """An engine's proof of what it loaded."""
+    """An engine's proof of what it holds: one fingerprint for each of its workers (tensor-parallel ranks), in order."""
 
     engine: str
     version: int
-    fingerprint: str
+    fingerprints: tuple[str, ...]
+    """Empty when the plan asked for no proof."""
     tensors: int
+    apply_s: float
     peak_memory_gib: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one committed weight sync cost."""
+    """What one committed weight sync cost. Seconds of a stage are those of the slowest part."""
 
     version: int
-    mode: str
+    mode: SyncMode
     bytes: int
     seconds: float
     paused_s: float
-    fingerprint: str
+    """Longest time in which an engine could not generate."""
+    stage_s: float = 0.0
+    gather_s: float = 0.0
+    encode_s: float = 0.0
+    transfer_s: float = 0.0
+    apply_s: float = 0.0
+    changed_fraction: float = float("nan")
+    verified: bool = False
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    """Full syncs that single engines needed besides, by reason."""
     engine_peak_memory_gib: float = 0.0
     """Largest peak among the engines."""
+
+
+class SyncRefusedError(InfrastructureError):
+    """An engine did not take part in a sync; ``reason`` (wrong_base, corrupt, broken ...) names the kind, for counting."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[1])

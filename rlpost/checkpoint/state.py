@@ -14,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from rlpost.training.optimizer import settings_kept
+
 
 @contextmanager
 def _quiet() -> Iterator[None]:
@@ -30,7 +32,6 @@ def save_rank(directory: Path, rank: int, model: Any, optimizer: Any, schedule: 
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(directory / "tensors"))
     extra = {
         "schedule": schedule.state_dict(),
-        "initial_lr": [group["initial_lr"] for group in optimizer.param_groups],
         "rng": {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()},
     }
     if torch.cuda.is_available():
@@ -39,22 +40,21 @@ def save_rank(directory: Path, rank: int, model: Any, optimizer: Any, schedule: 
 
 
 def load_rank(directory: Path, rank: int, model: Any, optimizer: Any, schedule: Any) -> None:
-    """Collective over all ranks, of any number. A rank that the checkpoint does not have takes rank 0's schedule and keeps its RNG."""
+    """Collective over all ranks, of any number. A rank that the checkpoint does not have takes rank 0's schedule and keeps its RNG.
+
+    Hyperparameters (learning rate, betas, eps, weight decay, the schedule's shape) stay those that optimizer and schedule were made
+    with; weights, moments, step counts and the schedule's position are the checkpoint's.
+    """
     model.reshard()
-    with _quiet():
+    own = directory / f"rank_{rank:05d}.pt"
+    # Our own file, in the user's run directory; it holds numpy and Python RNG states that weights_only refuses.
+    extra = torch.load(own if own.exists() else directory / "rank_00000.pt", weights_only=False)
+    with _quiet(), settings_kept(optimizer, schedule):
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=str(directory / "tensors"))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    own = directory / f"rank_{rank:05d}.pt"
-    # Our own file, in the user's run directory; it holds numpy and Python RNG states that weights_only refuses.
-    extra = torch.load(own if own.exists() else directory / "rank_00000.pt", weights_only=False)
-    schedule.load_state_dict(extra["schedule"])
-    # The sharded format drops initial_lr from the parameter groups, and the schedule multiplies by it.
-    for group, initial in zip(optimizer.param_groups, extra["initial_lr"], strict=True):
-        group["initial_lr"] = initial
-    for group, lr in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = lr
+        schedule.load_state_dict(extra["schedule"])
     if own.exists():
         torch.set_rng_state(extra["rng"]["torch"])
         np.random.set_state(extra["rng"]["numpy"])

@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlpost.cluster.references import result_of
 from rlpost.config.derive import Bundle
 from rlpost.types import ConfigError, InfrastructureError
 
@@ -96,7 +97,7 @@ class Gang:
             )
         group = placement_group([{k: v for k, v in bundle.resources.items() if v} for bundle in bundles], strategy="PACK")
         try:
-            await asyncio.wait_for(_resolve(group.ready()), timeout_s)
+            await asyncio.wait_for(result_of(group.ready()), timeout_s)
         except TimeoutError:
             remove_placement_group(group)
             available = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
@@ -114,7 +115,3 @@ class Gang:
     def release(self) -> None:
         """Give the resources back."""
         remove_placement_group(self.group)
-
-
-async def _resolve(ref: Any) -> Any:
-    return await ref

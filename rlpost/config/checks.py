@@ -21,6 +21,7 @@ from rlpost.config.derive import (
     resolve_dtype,
     resolve_engine_process,
     resolve_old_logprobs,
+    resolve_weight_transport,
 )
 from rlpost.config.fields import joined
 from rlpost.config.inputs import check_inputs, warn_inputs
@@ -38,12 +39,14 @@ AT_LEAST_ONE = (
     "algorithm.minibatches", "sampling.max_new_tokens", "schedule.steps", "schedule.prompts_per_step", "training.ranks",
     "training.micro_batch_tokens", "training.logprob_chunk_tokens", "training.threads", "engine.count", "engine.tensor_parallel",
     "engine.max_model_len", "engine.max_num_seqs", "engine.kv_cache_mib", "engine.block_size", "engine.threads", "weights.bucket_mib",
+    "weights.verify_every", "weights.keyframe_every",
     "evaluation.prompts", "evaluation.samples", "evaluation.max_new_tokens", "checkpoint.keep", "observe.rollouts_every",
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "seed", "algorithm.clip_high", "algorithm.kl_coefficient", "schedule.max_staleness", "training.optimizer.weight_decay",
     "training.optimizer.clip_norm", "training.optimizer.warmup_steps", "engine.max_restarts", "placement.trainer_cpus",
     "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every", "checkpoint.max_restarts",
+    "weights.max_consecutive_fallbacks",
 )  # fmt: skip
 ABOVE_ZERO = (
     "environment.timeout_s", "reward_runner.timeout_s", "schedule.rollout_timeout_s", "schedule.phase_timeout_s",
@@ -51,8 +54,12 @@ ABOVE_ZERO = (
     "weights.timeout_s", "placement.timeout_s",
 )  # fmt: skip
 SHARES = ("reward_runner.max_failed_fraction", "training.optimizer.final_ratio", "algorithm.clip_low")
-SHARES_ABOVE_ZERO = ("engine.gpu_memory_utilization", "evaluation.top_p")
+SHARES_ABOVE_ZERO = ("engine.gpu_memory_utilization", "evaluation.top_p", "weights.max_changed")
 BELOW_ONE = ("training.optimizer.beta1", "training.optimizer.beta2")
+TEMPERATURES = ("sampling.temperature", "evaluation.temperature")
+
+MOST_TEMPERATURE = 2.0
+"""vLLM's SamplingParams refuse a request with a higher one: every request of the run, when Ray and the engines are already up."""
 
 ENGINE_OWNED = {
     "model": "model.path",
@@ -102,6 +109,7 @@ def _ranges(config: RunConfig, device: Device) -> Iterator[str]:
         (SHARES, lambda v: 0 <= v <= 1, "a share between 0 and 1"),
         (SHARES_ABOVE_ZERO, lambda v: 0 < v <= 1, "more than 0 and at most 1"),
         (BELOW_ONE, lambda v: 0 <= v < 1, "0 or more and below 1"),
+        (TEMPERATURES, lambda v: v <= MOST_TEMPERATURE, f"at most {MOST_TEMPERATURE:g}: vLLM refuses every request above it"),
     ]
     for keys, holds, expected in bounds:
         for key in keys:
@@ -264,6 +272,29 @@ def _placement(config: RunConfig, device: Device) -> Iterator[str]:
         yield f"weights.backend=nccl needs GPUs, and the device is cpu{auto}; set weights.backend=auto or gloo"
 
 
+def _weights(config: RunConfig, device: Device) -> Iterator[str]:
+    weights = config.weights
+    carrier, deltas, _ = resolve_weight_transport(config, device)
+    colocated = device == "gpu" and config.placement.mode == "colocated"
+    if weights.carrier != "auto" and weights.transport != "delta":
+        yield (
+            f"weights.carrier={weights.carrier} is for weights.transport=delta, and that is {weights.transport}; "
+            f"set weights.transport={weights.carrier} or delta"
+        )
+    if weights.directory is not None and carrier != "disk":
+        yield (
+            f"weights.directory={weights.directory} would not be used: weights travel by {carrier}; "
+            "set weights.transport=disk (or weights.carrier=disk with delta), or remove it"
+        )
+    if deltas and colocated:
+        yield (
+            "weights.transport=delta with placement.mode=colocated: sleeping engines lose their weights, so there is nothing to change; "
+            "set weights.transport=auto"
+        )
+    if carrier == "ipc" and device == "gpu" and not colocated:
+        yield "ipc needs engines and trainers on the same GPUs, and placement.mode is split; set weights.transport=collective or disk"
+
+
 def _precision(config: RunConfig, device: Device) -> Iterator[str]:
     if device == "gpu" and config.training.attention == "flash" and resolve_dtype(config, device) == "float32":
         yield "training.attention=flash has no float32 kernels; set training.attention=padded or model.dtype=bfloat16"
@@ -283,7 +314,7 @@ def _inputs(config: RunConfig, device: Device) -> Iterator[str]:
 
 
 _CHECKS: tuple[Callable[[RunConfig, Device], Iterator[str]], ...] = (
-    _ranges, _batch, _algorithm, _rewards, _evaluation, _engine, _placement, _precision, _observe, _inputs,
+    _ranges, _batch, _algorithm, _rewards, _evaluation, _engine, _placement, _weights, _precision, _observe, _inputs,
 )  # fmt: skip
 
 

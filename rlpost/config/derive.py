@@ -56,7 +56,10 @@ class Derived:
     micro_batch_tokens: int
     attention: str
     engine_process: str
-    weight_transport: str
+    weight_carrier: str
+    """``collective``, ``ipc`` or ``disk``."""
+    weight_deltas: bool
+    weight_reason: str
     weight_backend: str
     buffer_slots: int
     engines: int
@@ -103,6 +106,21 @@ def resolve_attention(config: RunConfig, device: Device) -> str:
         return config.training.attention
     usable = device == "gpu" and resolve_dtype(config, device) == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
     return "flash" if usable else "padded"
+
+
+def resolve_weight_transport(config: RunConfig, device: Device) -> tuple[str, bool, str]:
+    """What carries weights (collective, ipc or disk), whether deltas are sent, and why, in words."""
+    weights = config.weights
+    shared = device == "gpu" and config.placement.mode == "colocated"
+    automatic = "ipc" if shared else "collective"
+    reason = "engines and trainers share GPUs" if shared else "it needs neither a common machine nor a common directory"
+    if weights.transport == "auto":
+        return automatic, False, f"weights.transport=auto: {reason}"
+    if weights.transport != "delta":
+        return weights.transport, False, f"weights.transport={weights.transport}"
+    carrier = automatic if weights.carrier == "auto" else weights.carrier
+    why = f"weights.carrier=auto: {reason}" if weights.carrier == "auto" else f"weights.carrier={weights.carrier}"
+    return carrier, True, f"weights.transport=delta, {why}"
 
 
 def resolve_weight_backend(config: RunConfig, device: Device) -> str:
@@ -185,6 +203,7 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
     if problem:
         raise ConfigError(problem)
     schedule, algorithm = config.schedule, config.algorithm
+    carrier, deltas, weight_reason = resolve_weight_transport(config, device)
     prompts = schedule.prompts_per_step // algorithm.minibatches
     seen = schedule.steps * schedule.prompts_per_step
     return Derived(
@@ -203,7 +222,9 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
         micro_batch_tokens=config.training.micro_batch_tokens,
         attention=resolve_attention(config, device),
         engine_process=resolve_engine_process(config, device),
-        weight_transport="collective" if config.weights.transport == "auto" else config.weights.transport,
+        weight_carrier=carrier,
+        weight_deltas=deltas,
+        weight_reason=weight_reason,
         weight_backend=resolve_weight_backend(config, device),
         buffer_slots=(schedule.max_staleness + 1) * schedule.prompts_per_step,
         engines=config.engine.count,
@@ -234,10 +255,16 @@ def format_derived(derived: Derived) -> str:
         ("rollout buffer", f"{d.buffer_slots} groups"),
         ("engines", f"{d.engines}, vLLM's core {d.engine_process}"),
         ("trainer ranks", str(d.ranks)),
-        ("weight sync", f"{d.weight_transport} over {d.weight_backend}"),
+        ("weight sync", weight_sync_line(d)),
     ]
     lines = ["derived:"] + [f"  {name:<18}{value}" for name, value in rows]
     return "\n".join([*lines, "", *_placement_lines(d)])
+
+
+def weight_sync_line(derived: Derived) -> str:
+    """How weights travel, and why so."""
+    carrier = f"collective over {derived.weight_backend}" if derived.weight_carrier == "collective" else derived.weight_carrier
+    return f"{'deltas by ' if derived.weight_deltas else ''}{carrier} ({derived.weight_reason})"
 
 
 def _placement_lines(derived: Derived) -> list[str]:

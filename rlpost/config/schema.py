@@ -208,10 +208,37 @@ class EngineConfig:
 class WeightsConfig:
     """How new weights reach the engines."""
 
-    transport: str = option("auto", "How weights travel; auto is collective.", ("auto", "collective"))
+    transport: str = option(
+        "auto",
+        "How weights travel: broadcast (collective), memory shared on one machine or GPU (ipc), a shared directory (disk), or only what changed (delta); auto is ipc where engines and trainers share GPUs, else collective.",
+        ("auto", "collective", "ipc", "disk", "delta"),
+    )
+    carrier: str = option(
+        "auto", "With transport=delta: what carries deltas and full syncs; auto is collective.", ("auto", "collective", "ipc", "disk")
+    )
     backend: str = option("auto", "Collective library: gloo on CPU, nccl on GPU (nccl: not run on a GPU yet).", ("auto", "gloo", "nccl"))
-    bucket_mib: int = option(8, "Size of one broadcast buffer in MiB.")
-    timeout_s: float = option(300.0, "Deadline of a sync, and of each collective in it.")
+    bucket_mib: int = option(8, "Size of one buffer in MiB; two are held at each end.")
+    directory: str | None = option(
+        None, "With disk: a directory or fsspec URL that trainer and engines see; null is the run directory's weights/."
+    )
+    pause: str = option(
+        "keep",
+        "Running requests at a sync: frozen and continued with the new weights (keep), finished first (drain), or ended and continued from their tokens so far (abort).",
+        ("keep", "drain", "abort"),
+    )
+    verify: str = option(
+        "auto",
+        "Which syncs are proven by a fingerprint over all parameters; auto is every delta, and of others the first and every verify_every-th.",
+        ("auto", "every_sync", "every_n", "first"),
+    )
+    verify_every: int = option(20, "N of verify=every_n and auto.")
+    keyframe_every: int = option(50, "With delta: deltas in a row before everything is sent again.")
+    max_changed: float = option(0.5, "With delta: above this share of changed elements everything is sent instead.")
+    max_consecutive_fallbacks: int = option(
+        3,
+        "How often in a row one engine may need a full sync of its own (it refused, was late or held something else) before the run stops.",
+    )
+    timeout_s: float = option(300.0, "Deadline of a sync, and of each step in it.")
 
 
 @dataclass

@@ -20,8 +20,9 @@ async def evaluate(
     lost: asyncio.Event,
     repair: Callable[[], Awaitable[None]],
 ) -> tuple[dict[str, float], list[Group]]:
-    """Play and score every prompt. The same step always draws the same samples.
+    """Play and score every prompt; returns the ``evaluate/*`` metrics and the groups. The same step always draws the same samples.
 
+    A trajectory that failed is not in the mean reward but counted; when none could be scored, the mean is NaN.
     ``repair`` is called whenever ``lost`` is set (an engine is to be replaced), for episodes wait for it. Raises what ended an
     episode, or InfrastructureError after ``timeout_s``.
     """
@@ -50,8 +51,10 @@ async def evaluate(
         await asyncio.gather(playing, return_exceptions=True)
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
+    failed = sum(t.failure is not None and t.failure.kind != "not_scorable" for t in trajectories)
     return {
         "evaluate/reward": sum(rewards) / len(rewards) if rewards else math.nan,
+        "evaluate/failed": failed / max(1, len(trajectories)),
         "evaluate/truncated_fraction": sum(t.truncated for t in trajectories) / max(1, len(trajectories)),
     }, groups
 

@@ -6,7 +6,8 @@ import asyncio
 import math
 import resource
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from rlpost.rollout.collector import Collector
 from rlpost.training.group import TrainerGroup
 from rlpost.training.packing import occupancy, pack, unpack
 from rlpost.training.protocol import UpdateRequest
-from rlpost.types import ConfigError, Group, InfrastructureError, SyncReport
+from rlpost.types import ConfigError, Group, SyncReport
+
+SYNC_MODES = {"full": 0, "trained": 1, "delta": 2, "adapter": 3}
+"""The numbers of ``sync/mode``."""
 
 NOT_MEASURED: dict[str, float] = {
     "train/tokens": 0,
@@ -177,33 +181,38 @@ class OnlineRun:
         with self.clock.phase("sync"):
             if self.colocated:
                 await self.parts.engines.call("wake", ["weights"], timeout_s=self.config.weights.timeout_s)
+            self._note(await self.parts.weights.sync(self.step))
             if self.parts.engines.lost.is_set():
                 await self.repair_engines()
-            else:
-                try:
-                    self._note(await self.parts.weights.full(self.step))
-                except InfrastructureError:
-                    if not self.parts.engines.lost.is_set():
-                        raise
-                    await self.repair_engines()
             if self.colocated:
                 await self.parts.trainers.call("offload")
                 await self.parts.engines.call("wake", ["kv_cache"], timeout_s=self.config.weights.timeout_s)
 
     async def repair_engines(self) -> None:
-        """Replace lost engines and give all the trainer's weights, which are those of version ``step`` here."""
+        """Replace lost engines and give them the trainer's weights, which are those of version ``step`` here; others go on."""
+        restarted: Counter[str] = Counter()
 
-        async def give_weights() -> None:
-            await self.parts.weights.connect()
-            self._note(await self.parts.weights.full(self.step))
+        async def give_weights(indices: list[int]) -> None:
+            restarted.update(await self.parts.weights.give(indices, self.step))
 
         with self.clock.phase("sync"):
             names = await self.parts.engines.repair(give_weights)
+        self._count_fallbacks(restarted)
         self.console.warning(f"replaced {', '.join(names)}; it has the weights of version {self.step}, its episodes are made again")
 
     def _note(self, report: SyncReport) -> None:
-        self.record.update({"sync/bytes": report.bytes, "sync/seconds": report.seconds, "sync/paused_s": report.paused_s})
+        seconds = ("seconds", "paused_s", "stage_s", "gather_s", "encode_s", "transfer_s", "apply_s")
+        self.record.update({f"sync/{name}": getattr(report, name) for name in ("bytes", "changed_fraction", *seconds)})
+        self.record.update({"sync/mode": SYNC_MODES[report.mode], "sync/verified": float(report.verified)})
+        self._count_fallbacks(report.fallbacks)
         self.record["memory/engine_peak_gib"] = report.engine_peak_memory_gib
+
+    def _count_fallbacks(self, reasons: Mapping[str, int]) -> None:
+        """Added to what the step counted already."""
+        self.record["sync/fallbacks"] = self.record.get("sync/fallbacks", 0) + sum(reasons.values())
+        for reason, count in reasons.items():
+            self.record[f"sync/fallbacks/{reason}"] = self.record.get(f"sync/fallbacks/{reason}", 0) + count
+            self.console.warning(f"{count} engine(s) needed a full weight sync: {reason}")
 
     # ---- evaluation, checkpoints, reports --------------------------------------------------------------------------
 

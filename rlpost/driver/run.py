@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpost.checkpoint.directory import find_newest
@@ -30,6 +31,8 @@ class RunContext:
     run_dir: Path
     console: Console
     trackers: Trackers
+    stop_requested: threading.Event = field(default_factory=threading.Event)
+    """Set by the first signal; unlike the loop's own event it outlives the attempt that the signal came in."""
 
 
 def run_with_restarts(context: RunContext, checkpoint: Path | None) -> bool:
@@ -37,6 +40,7 @@ def run_with_restarts(context: RunContext, checkpoint: Path | None) -> bool:
 
     A failure that the loop cannot repair (a dead trainer rank, a lost node) ends everything that runs; then all of it is started
     again from the newest complete checkpoint, at most ``checkpoint.max_restarts`` times. Without a checkpoint it is raised.
+    After a signal nothing is started again: the newest checkpoint is what the stopped run has saved.
     """
     restarts = 0
     while True:
@@ -44,6 +48,9 @@ def run_with_restarts(context: RunContext, checkpoint: Path | None) -> bool:
             return asyncio.run(run_once(context, checkpoint))
         except InfrastructureError as error:
             newest, _ = find_newest(context.run_dir)
+            if newest is not None and context.stop_requested.is_set():
+                context.console.warning(f"{error}; a signal had asked to stop, so the run ends here, saved as {newest.name}")
+                return True
             if newest is None or restarts >= context.config.checkpoint.max_restarts:
                 raise
             restarts += 1
@@ -62,6 +69,7 @@ async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
         if stop.is_set():  # the second signal ends at once
             os._exit(EXIT_AT_ONCE)
         stop.set()
+        context.stop_requested.set()
         console.warning("stopping after this step and saving; once more ends at once")
 
     where = setup.connect(config)

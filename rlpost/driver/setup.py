@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from rlpost.algorithms.catalogue import Algorithm, make_algorithm
 from rlpost.cluster import actor_logs, session
 from rlpost.cluster.placement import Gang
 from rlpost.cluster.session import KEEP_FREED_MEMORY
-from rlpost.config.derive import Derived
+from rlpost.config.derive import Derived, weight_sync_line
 from rlpost.config.schema import RunConfig
 from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer
@@ -35,6 +35,9 @@ from rlpost.training.group import TrainerGroup
 from rlpost.training.protocol import WorkerSettings
 from rlpost.types import Prompt, SamplingSettings
 from rlpost.weights.coordinator import WeightSync
+from rlpost.weights.policy import SyncSettings
+
+PROOFS = {"live": "the parameters that they compute with", "received": "what they received (their weights are kept in another form)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +134,9 @@ async def start_parts(
     starting += [rewards.start()] if rewards is not None else []
     starting += [reference.setup(config.schedule.start_timeout_s)] if reference is not None else []
     engine_reports, trainer_report, *_ = await asyncio.gather(*starting)
-    weights = WeightSync(
-        trainers,
-        engines,
-        backend=derived.weight_backend,
-        engine_dtype=derived.dtype,
-        bucket_bytes=config.weights.bucket_mib << 20,
-        timeout_s=config.weights.timeout_s,
-    )
+    weights = WeightSync(trainers, engines, sync_settings(config, derived, inputs.model_path, run_dir))
     await weights.connect()
+    say(f"weights travel as {weight_sync_line(derived)}; engines prove {PROOFS[weights.proof]}")
     rollout = rollout_plan(config, derived, inputs, engines, rewards)
     evaluation = replace(
         rollout,
@@ -185,6 +182,27 @@ def rollout_plan(config: RunConfig, derived: Derived, inputs: Inputs, engines: E
     )
 
 
+def sync_settings(config: RunConfig, derived: Derived, model_path: str, run_dir: Path) -> SyncSettings:
+    """How weights reach the engines."""
+    weights = config.weights
+    return SyncSettings(
+        carrier=derived.weight_carrier,
+        deltas=derived.weight_deltas,
+        engine_dtype=derived.dtype,
+        bucket_bytes=weights.bucket_mib << 20,
+        timeout_s=weights.timeout_s,
+        backend=derived.weight_backend,
+        directory=weights.directory or str((run_dir / "weights").absolute()),
+        model_path=model_path,
+        verify=weights.verify,
+        verify_every=weights.verify_every,
+        keyframe_every=weights.keyframe_every,
+        max_changed=weights.max_changed,
+        max_consecutive_fallbacks=weights.max_consecutive_fallbacks,
+        shared_gpu=derived.device == "gpu" and config.placement.mode == "colocated",
+    )
+
+
 # ---- what each actor is told -----------------------------------------------------------------------------------------
 
 
@@ -225,6 +243,7 @@ def engine_settings(config: RunConfig, derived: Derived, model_path: str, index:
         threads=engine.threads,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
+        pause=config.weights.pause,
         extra=dict(engine.extra),
     )
 
@@ -278,6 +297,6 @@ def connect(config: RunConfig) -> dict[str, Any]:
     return session.connect(config.placement.ray_address)
 
 
-def close_session(_: Sequence[Any] = ()) -> None:
+def close_session() -> None:
     """Leave the cluster."""
     session.disconnect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from rlpost.cluster.references import result_of
 from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError
 
 POLL_S = 10.0
@@ -19,6 +20,10 @@ POLL_GRACE_S = 60.0
 
 class EngineLostError(InfrastructureError):
     """The engine's process is gone or silent; its requests can be made again elsewhere."""
+
+
+class EngineLateError(InfrastructureError):
+    """The engine did not answer a call within its deadline; it may still be at it."""
 
 
 class EngineClient:
@@ -97,7 +102,7 @@ class EngineClient:
     async def _poll(self) -> list[tuple[str, GenerateResult | InfrastructureError]]:
         deadline_s = POLL_S + POLL_GRACE_S
         try:
-            return await asyncio.wait_for(_resolve(self.actor.collect.remote(POLL_S)), deadline_s)
+            return await asyncio.wait_for(result_of(self.actor.collect.remote(POLL_S)), deadline_s)
         except TimeoutError:
             raise InfrastructureError(f"it answered no poll for {deadline_s:.0f} s") from None
 
@@ -117,7 +122,3 @@ class EngineClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _resolve(ref: Any) -> Any:
-    return await ref

@@ -10,19 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import resource
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rlpost.cluster.actor_logs import redirect_output
 from rlpost.cluster.session import KEEP_FREED_MEMORY
-from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError, SyncAcknowledgement, WeightsManifest
+from rlpost.types import (
+    GenerateRequest,
+    GenerateResult,
+    InfrastructureError,
+    SyncAcknowledgement,
+    SyncPlan,
+    SyncRefusedError,
+    WeightsManifest,
+)
+from rlpost.weights.links import LinkSettings
 
 UNDEFINED_VERSION = -1
 """Stamped on tokens that are sampled between a sync that broke off and the next one that succeeds."""
+
+STAGE_POLL_S = 0.005
+"""How often the actor asks its workers whether a staged message has come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,10 @@ class EngineSettings:
     threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
+    pause: str = "keep"
+    """What a weight sync does to running requests: ``keep``, ``drain`` or ``abort``."""
+    live_weights: bool = True
+    """On a CPU: compute with the parameters as they are; false lets vLLM pack them (see weights/receiver.py)."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
@@ -62,6 +80,8 @@ class EngineSettings:
             "OMP_NUM_THREADS": str(self.threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TORCH_COMPILE_DISABLE": "1",
+            "RLPOST_LIVE_WEIGHTS": "1" if self.live_weights else "0",
+            "VLLM_ZENTORCH_WEIGHT_PREPACK": "0" if self.live_weights else "1",
             "CUDA_VISIBLE_DEVICES": "",
             **KEEP_FREED_MEMORY,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.in_actor else "1",
@@ -113,24 +133,27 @@ class VllmEngine:
         self.settings = settings
         self.version = UNDEFINED_VERSION
         self.llm: Any = None
-        self._staged = False
+        self._open = asyncio.Event()
+        """Cleared while a drain lets no new request in."""
+        self._open.set()
+        self._inside: set[str] = set()
+        """Requests that vLLM works on."""
+        self._emptied = asyncio.Event()
+        self._paused_at: float | None = None
+        self._syncing = asyncio.Lock()
+        """One step of a weight sync at a time: one that the driver gave up may still be at work."""
         self._finished: asyncio.Queue[tuple[str, GenerateResult | InfrastructureError]] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> dict[str, Any]:
         """Load vLLM and the model; returns what vLLM says of its capacity."""
-        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rlpost.rollout.in_actor import make_async_llm
-        from rlpost.weights import receiver
 
-        receiver.register()
-        arguments = AsyncEngineArgs(
-            **self.settings.arguments(), weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND), disable_log_stats=True
-        )
+        arguments = AsyncEngineArgs(**self.settings.arguments(), disable_log_stats=True)
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         self.llm = make_async_llm(config) if self.settings.in_actor else AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         await self.llm.update_weight_version("0")
@@ -146,32 +169,67 @@ class VllmEngine:
             self._running[request.request_id] = asyncio.create_task(self._generate(request))
 
     async def _generate(self, request: GenerateRequest) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
         try:
-            parameters = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_new_tokens,
-                stop_token_ids=list(sampling.stop_token_ids) or None,
-                seed=request.seed,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            stream = self.llm.generate({"prompt_token_ids": list(request.tokens)}, parameters, request.request_id)
-            [output] = [final async for final in stream]
-            self._finished.put_nowait((request.request_id, to_result(request, output)))
+            result = await self._sample(request, attempt=0)
+            while result.finish_reason == "abort":  # a sync ended it: what is sampled so far is the prefix of the rest
+                result = await self._continue(request, result)
+            self._finished.put_nowait((request.request_id, result))
         except asyncio.CancelledError:
             raise
+        except InfrastructureError as error:
+            self._finished.put_nowait((request.request_id, error))
         except Exception as error:  # noqa: BLE001 - vLLM's errors must not make the driver import vLLM
             failed = InfrastructureError(f"{self.settings.name}: request {request.request_id} failed: {type(error).__name__}: {error}")
             self._finished.put_nowait((request.request_id, failed))
         finally:
             self._running.pop(request.request_id, None)
+
+    async def _continue(self, request: GenerateRequest, so_far: GenerateResult) -> GenerateResult:
+        """Sample the rest of an aborted request, and join it to what there is."""
+        sampled = len(so_far.tokens)
+        rest = replace(
+            request,
+            tokens=[*request.tokens, *so_far.tokens.tolist()],
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - sampled),
+            # The same seed would draw the same random numbers again, for other tokens.
+            seed=None if request.seed is None else (request.seed + 104729 * sampled) % (1 << 31),
+        )
+        more = await self._sample(rest, attempt=sampled)
+        return replace(
+            so_far,
+            tokens=np.concatenate([so_far.tokens, more.tokens]),
+            logprobs=np.concatenate([so_far.logprobs, more.logprobs]),
+            versions=np.concatenate([so_far.versions, more.versions]),
+            finish_reason=more.finish_reason,
+        )
+
+    async def _sample(self, request: GenerateRequest, attempt: int) -> GenerateResult:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_token_ids) or None,
+            seed=request.seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        await self._open.wait()
+        name = f"{request.request_id}~{attempt}"
+        self._inside.add(name)
+        try:
+            stream = self.llm.generate({"prompt_token_ids": list(request.tokens)}, parameters, name)
+            [output] = [final async for final in stream]
+        finally:
+            self._inside.discard(name)
+            if not self._inside:
+                self._emptied.set()
+        return to_result(request, output)
 
     async def collect(self, timeout_s: float, linger_s: float = 0.005) -> list[tuple[str, GenerateResult | InfrastructureError]]:
         """What ended since the last call, by request id: a result, or why this one request could not be served.
@@ -199,65 +257,105 @@ class VllmEngine:
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    async def join_weights(self, host: str, port: int, first_rank: int, world: int, backend: str, timeout_s: float) -> None:
-        """Enter the group that weights come through; blocks until all members did."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    async def describe_weights(self, manifest: WeightsManifest) -> list[dict[str, Any]]:
+        """For each worker: which parts of the tensors it holds (``layout``), and what it can prove (``live`` or ``received``)."""
+        return await self._workers("describe", manifest)
 
-        from rlpost.weights.receiver import JoinInfo
+    async def enter_link(self, settings: LinkSettings, first_rank: int) -> None:
+        """Join a link that weights come through; blocks until all its members did."""
+        await self._workers("enter", settings, first_rank)
 
-        info = JoinInfo(host=host, port=port, first_rank=first_rank, world=world, backend=backend, timeout_s=timeout_s)
-        await self._guarded(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asdict(info))), "join_weights")
+    async def leave_link(self, name: str) -> None:
+        """Give a link up."""
+        await self._workers("leave", name)
 
-    async def stage_weights(self, manifest: WeightsManifest) -> SyncAcknowledgement:
-        """Freeze running requests, receive and load all weights. Generation stays paused until commit or :meth:`resume`.
+    async def stage_weights(self, plan: SyncPlan) -> None:
+        """Receive and check a delta while generation goes on. Raises SyncRefusedError; the present weights then stay as they are."""
+        async with self._syncing:
+            self._check_base(plan)
+            await self._workers("begin_stage", plan)
+            while not all(await self._workers("stage_done")):  # noqa: ASYNC110 - workers can only be asked
+                await asyncio.sleep(STAGE_POLL_S)
 
-        Raises InfrastructureError when they do not come whole; then the next sync, over a new group, heals the engine.
+    async def apply_weights(self, plan: SyncPlan) -> SyncAcknowledgement:
+        """Pause generation and bring the plan's weights in. It stays paused until :meth:`commit_weights` or :meth:`resume`.
+
+        Raises SyncRefusedError when they do not come whole; then the weights are of no version until a full sync heals the engine.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        from rlpost.weights.receiver import ReceiveInfo
-
-        info = ReceiveInfo(
-            version=manifest.version,
-            names=list(manifest.names),
-            shapes=[list(shape) for shape in manifest.shapes],
-            dtypes=list(manifest.dtypes),
-            buckets=[list(bucket) for bucket in manifest.buckets],
-        )
-        # keep: frozen requests go on with the new weights. The cache is cleared with them, or their old KV would be used.
-        await self._guarded(self.llm.pause_generation(mode="keep", clear_cache=True), "pause")
-        # Half new weights are of no version: what is sampled before the next commit, if anything, is refused (see to_result).
-        await self._guarded(self.llm.update_weight_version(str(UNDEFINED_VERSION)), "update_weight_version")
-        if self._staged:  # by a sync that was not committed: what it brought is replaced
-            await self._guarded(self.llm.finish_weight_update(), "finish_weight_update")
-            self._staged = False
-        await self._guarded(self.llm.start_weight_update(), "start_weight_update")
-        await self._guarded(self.llm.update_weights(WeightTransferUpdateRequest(update_info=asdict(info))), "update_weights")
-        self._staged = True
-        receipts = await self._guarded(self.llm.collective_rpc("weight_receipt"), "weight_receipt")
-        fingerprints = {receipt["fingerprint"] for receipt in receipts}
-        if len(fingerprints) != 1:
-            raise InfrastructureError(f"{self.settings.name}: its workers received different weights: {sorted(fingerprints)}")
+        async with self._syncing:
+            self._check_base(plan)
+            await self._guarded(self._pause(), "pause")
+            # Half new weights are of no version: what is sampled before the next commit, if anything, is refused (see to_result).
+            self.version = UNDEFINED_VERSION
+            await self._guarded(self.llm.update_weight_version(str(UNDEFINED_VERSION)), "update_weight_version")
+            receipts = await self._workers("apply", plan)
         return SyncAcknowledgement(
             engine=self.settings.name,
-            version=manifest.version,
-            fingerprint=receipts[0]["fingerprint"],
-            tensors=receipts[0]["tensors"],
+            version=plan.version,
+            fingerprints=tuple(receipt["fingerprint"] for receipt in receipts) if plan.verify else (),
+            tensors=min(receipt["tensors"] for receipt in receipts),
+            apply_s=max(receipt["apply_s"] for receipt in receipts),
             peak_memory_gib=await self.peak_memory_gib(),
         )
 
-    async def commit_weights(self, version: int) -> None:
-        """Make the staged weights the policy ``version`` and go on generating."""
+    async def commit_weights(self, version: int) -> float:
+        """Make what was applied the policy ``version`` and go on generating. Returns the seconds of the pause."""
         try:
-            await self._guarded(self.llm.finish_weight_update(weight_version=str(version)), "finish_weight_update")
-            self._staged = False
+            await self._guarded(self.llm.update_weight_version(str(version)), "update_weight_version")
             self.version = version
         finally:
-            await self.resume()
+            paused_s = await self.resume()
+        return paused_s
 
-    async def resume(self) -> None:
-        """Go on generating; harmless when nothing is paused."""
+    async def tensor_sums(self) -> list[dict[str, int]]:
+        """For each worker: every tensor's part in its last fingerprint."""
+        return await self._workers("tensor_sums")
+
+    def _check_base(self, plan: SyncPlan) -> None:
+        # A plan that was applied already may come again: its values are absolute.
+        if plan.mode != "full" and self.version not in (plan.base_version, plan.version):
+            has = "weights of no version" if self.version == UNDEFINED_VERSION else f"version {self.version}"
+            raise SyncRefusedError(
+                "wrong_base",
+                f"{self.settings.name} has {has}; the {plan.mode} to version {plan.version} is for version {plan.base_version}",
+            )
+
+    async def _pause(self) -> None:
+        """Stop sampling as ``settings.pause`` says, and forget all KV of the old weights."""
+        mode = self.settings.pause
+        if mode != "keep":
+            self._open.clear()
+        if mode == "drain":
+            await self._until_empty()
+        self._paused_at = self._paused_at or time.perf_counter()
+        # Not AsyncLLM.pause_generation, which then waits 20 ms for the look of it. Frozen requests go on with the new weights;
+        # without clearing the cache they would go on with old KV.
+        await self.llm.engine_core.pause_scheduler_async("keep", True)
+        if mode == "abort":
+            await self.llm.abort(list(self._inside))
+            await self._until_empty()
+
+    async def _until_empty(self) -> None:
+        while self._inside:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    async def resume(self) -> float:
+        """Go on generating; harmless when nothing is paused. Returns the seconds of the pause."""
+        self._open.set()
         await self._guarded(self.llm.resume_generation(), "resume")
+        paused_s = time.perf_counter() - self._paused_at if self._paused_at is not None else 0.0
+        self._paused_at = None
+        return paused_s
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker's WeightReceiver; raises the first error with this engine's name."""
+        call = self.llm.collective_rpc("weights", args=(method, pickle.dumps(arguments)))
+        answers = [pickle.loads(answer) for answer in await self._guarded(call, method)]
+        for answer in answers:
+            if isinstance(answer, SyncRefusedError):
+                raise SyncRefusedError(answer.reason, f"{self.settings.name}: {method} failed: {answer}")
+        return answers
 
     async def _guarded(self, awaitable: Any, what: str) -> Any:
         try:

@@ -7,12 +7,13 @@ weights; no episode notices. The driver replaces engines only where the trainer 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from rlpost.rollout.client import EngineClient, EngineLostError
+from rlpost.cluster.references import result_of
+from rlpost.rollout.client import EngineClient, EngineLateError, EngineLostError
 from rlpost.rollout.engine import EngineSettings, VllmEngine
 from rlpost.rollout.router import Router
 from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError
@@ -55,7 +56,7 @@ class EnginePool:
     async def _started(self, index: int) -> dict[str, Any]:
         name = self.settings[index].name
         try:
-            report: dict[str, Any] = await asyncio.wait_for(_resolve(self.actors[index].start.remote()), self.start_timeout_s)
+            report: dict[str, Any] = await asyncio.wait_for(result_of(self.actors[index].start.remote()), self.start_timeout_s)
         except TimeoutError:
             raise InfrastructureError(f"{name} did not start within {self.start_timeout_s:.0f} s (schedule.start_timeout_s)") from None
         except ray.exceptions.RayError as error:
@@ -90,8 +91,8 @@ class EnginePool:
 
     # ---- repair ----------------------------------------------------------------------------------------------------
 
-    async def repair(self, give_weights: Callable[[], Any]) -> list[str]:
-        """Replace every lost engine, then let ``give_weights`` bring the present weights to all. Returns the engines' names.
+    async def repair(self, give_weights: Callable[[list[int]], Any]) -> list[str]:
+        """Replace every lost engine, then let ``give_weights`` bring the present weights to the new ones. Returns the engines' names.
 
         Raises InfrastructureError when engines died more often than ``max_restarts``.
         """
@@ -110,7 +111,7 @@ class EnginePool:
             await self._started(index)
             self.clients[index] = EngineClient(self.settings[index].name, self.actors[index])
         if gone:
-            await give_weights()
+            await give_weights(gone)
             self.lost.clear()
             async with self._replaced:
                 for index in gone:
@@ -121,33 +122,39 @@ class EnginePool:
     # ---- all engines -----------------------------------------------------------------------------------------------
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call ``method`` on every engine with the same arguments."""
-        return await self.call_each(method, [args] * len(self.actors), timeout_s=timeout_s)
+        """Call ``method`` on every engine with the same arguments; raises the first error, which names its engine."""
+        outcomes = await self.outcomes(method, dict.fromkeys(range(len(self.actors)), args), timeout_s=timeout_s)
+        for outcome in outcomes.values():
+            if isinstance(outcome, InfrastructureError):
+                raise outcome
+        return list(outcomes.values())
 
-    async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], *, timeout_s: float) -> list[Any]:
-        """Call ``method`` on every engine with its own arguments. A dead or late engine is an InfrastructureError naming it."""
+    async def outcomes(self, method: str, arguments: Mapping[int, Sequence[Any]], *, timeout_s: float) -> dict[int, Any]:
+        """Call ``method`` on some engines, each with its own arguments. By engine: the result, or the error that it ended with.
+
+        EngineLostError when its process died, EngineLateError after ``timeout_s``, else what it raised.
+        """
 
         async def one(index: int) -> Any:
+            name = self.settings[index].name
             try:
-                return await asyncio.wait_for(_resolve(getattr(self.actors[index], method).remote(*arguments[index])), timeout_s)
+                return await asyncio.wait_for(result_of(getattr(self.actors[index], method).remote(*arguments[index])), timeout_s)
             except TimeoutError:
-                raise InfrastructureError(f"{self.settings[index].name} did not finish {method} within {timeout_s:.0f} s") from None
+                return EngineLateError(f"{name} did not finish {method} within {timeout_s:.0f} s")
             except ray.exceptions.RayActorError as error:
                 self.clients[index]._lose(error)
                 self.router.alive[index] = False
                 self.lost.set()
-                raise EngineLostError(f"{self.settings[index].name} died in {method}") from error
+                return EngineLostError(f"{name} died in {method}")
             except ray.exceptions.RayTaskError as error:
-                raise InfrastructureError(str(error.cause)) from error
+                cause = error.cause
+                return cause if isinstance(cause, InfrastructureError) else InfrastructureError(f"{name}: {method} failed: {cause}")
 
-        return list(await asyncio.gather(*(one(index) for index in range(len(self.actors)))))
+        answers = await asyncio.gather(*(one(index) for index in arguments))
+        return dict(zip(arguments, answers, strict=True))
 
     async def stop(self) -> None:
         """End all engines; bounded in time."""
         await asyncio.gather(*(client.close() for client in self.clients), return_exceptions=True)
         for actor in self.actors:
             ray.kill(actor)
-
-
-async def _resolve(ref: Any) -> Any:
-    return await ref

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from rlpost.cluster.actor_logs import redirect_output
+from rlpost.cluster.references import result_of
 from rlpost.training.protocol import WorkerSettings
 from rlpost.types import InfrastructureError, RlpostError
 
@@ -68,7 +69,7 @@ class TrainerGroup:
         return (await self._wait_all(refs, method, timeout_s))[0]
 
     async def _wait_all(self, refs: list[Any], method: str, timeout_s: float) -> list[Any]:
-        waiting = [asyncio.ensure_future(_await_ref(ref)) for ref in refs]
+        waiting = [asyncio.ensure_future(result_of(ref)) for ref in refs]
         try:
             done, pending = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
@@ -106,7 +107,3 @@ class TrainerGroup:
         """End all ranks at once."""
         for actor in self.actors:
             ray.kill(actor)
-
-
-async def _await_ref(ref: Any) -> Any:
-    return await ref

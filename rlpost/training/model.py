@@ -160,10 +160,3 @@ def scatter_weights(model: Any, source: Any | None, device: torch.device) -> Non
         if source is not None:
             buffer.copy_(buffers[name].to(device, buffer.dtype))
         dist.broadcast(buffer, src=0)
-
-
-def full_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Names and (possibly sharded) parameters in a fixed order; a tied output layer appears once."""
-    # After a forward without backward the root stays gathered: its parameters would be plain tensors on every rank.
-    model.reshard()
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]

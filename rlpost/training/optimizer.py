@@ -1,9 +1,10 @@
-"""AdamW's parameter groups and the learning-rate schedule."""
+"""AdamW's parameter groups and the learning-rate schedule; what of both is configuration and what is state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -40,3 +41,19 @@ def make_optimizer(
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, total=total, config=config))
     return optimizer, schedule
+
+
+@contextmanager
+def settings_kept(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR) -> Iterator[None]:
+    """Whatever the block loads into them, afterwards both follow the present configuration: a load brings state only.
+
+    State is what updates have made: moments, step counts, the schedule's position (``last_epoch``). But torch's loading also puts in
+    the saved run's learning rates, betas, eps and weight decay, and a user who changed them for the resume would be ignored.
+    """
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    peaks = list(schedule.base_lrs)
+    yield
+    rates = [peak * factor(schedule.last_epoch) for peak, factor in zip(peaks, schedule.lr_lambdas, strict=True)]
+    for group, present, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+        group.update({**present, "lr": rate})
+    schedule.load_state_dict({**schedule.state_dict(), "base_lrs": peaks, "_last_lr": rates})

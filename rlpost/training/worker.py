@@ -10,7 +10,7 @@ import math
 import random
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from rlpost.training import model as models
 from rlpost.training.optimizer import make_optimizer
 from rlpost.training.packing import MicroBatch
 from rlpost.training.protocol import UpdateRequest, WorkerSettings
-from rlpost.types import InfrastructureError, RlpostError, WeightsManifest
-from rlpost.weights import collective
-from rlpost.weights.buckets import plan_buckets
+from rlpost.types import RlpostError, WeightsManifest
+from rlpost.weights.sender import WeightSender
+from rlpost.weights.shards import ShardedWeights
 
 
 class TrainerRank:
@@ -37,8 +37,7 @@ class TrainerRank:
         self.rank, self.world, self.settings = rank, world, settings
         torch.set_num_threads(settings.training.threads)
         self.device = torch.device("cpu")
-        self.send_group: Any | None = None
-        self.store: Any | None = None
+        self.sender: WeightSender | None = None
 
     def address(self) -> tuple[str, int]:
         """A host and free port on this rank's node for the ranks' own rendezvous."""
@@ -169,51 +168,18 @@ class TrainerRank:
 
     # ---- weights out -----------------------------------------------------------------------------------------------
 
-    def manifest(self, engine_dtype: str, bucket_bytes: int) -> WeightsManifest:
-        """What a full sync moves, in ``engine_dtype``."""
-        tensors = models.full_tensors(self.model)
-        shapes = tuple(tuple(tensor.shape) for _, tensor in tensors)
-        dtypes = (engine_dtype,) * len(tensors)
-        return WeightsManifest(
-            version=0,
-            names=tuple(name for name, _ in tensors),
-            shapes=shapes,
-            dtypes=dtypes,
-            buckets=plan_buckets(shapes, dtypes, bucket_bytes),
-        )
+    def open_weights(self, engine_dtype: str, bucket_bytes: int, keep_baseline: bool) -> WeightsManifest:
+        """Prepare to send weights in ``engine_dtype``; returns what there is to send."""
+        # After a forward without backward the root stays gathered: its parameters would be plain tensors on every rank.
+        self.model.reshard()
+        weights = ShardedWeights(list(self.model.named_parameters()), engine_dtype, bucket_bytes)
+        self.sender = WeightSender(weights, self.device, host=_node_address(), keep_baseline=keep_baseline)
+        return self.sender.manifest
 
-    def serve_weights(self, world: int, timeout_s: float) -> tuple[str, int]:
-        """Rank 0 opens a rendezvous for itself and ``world - 1`` engine workers; returns its address."""
-        self.send_group = None
-        if self.rank != 0:
-            return "", 0
-        host = _node_address()
-        self.store = collective.serve_store(host, world, timeout_s)
-        return host, int(self.store.port)
-
-    def join_weights(self, world: int, backend: str, timeout_s: float) -> None:
-        """Rank 0 enters the group; blocks until every engine worker did."""
-        if self.rank == 0:
-            assert self.store is not None
-            self.send_group = collective.make_group(self.store, backend=backend, rank=0, world=world, timeout_s=timeout_s)
-
-    @torch.no_grad()
-    def send_weights(self, manifest: WeightsManifest) -> tuple[str, int]:
-        """Stream all weights; every rank gathers, rank 0 sends. Returns fingerprint (rank 0) and bytes.
-
-        Raises InfrastructureError on rank 0 when an engine could not be reached; then a new group must be joined.
-        """
-        dtypes = dict(zip(manifest.names, manifest.dtypes, strict=True))
-
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in models.full_tensors(self.model):
-                yield name, tensor.to(getattr(torch, dtypes[name]))
-
-        try:
-            return collective.send(self.send_group, manifest, stream(), self.device)
-        except InfrastructureError:
-            self.send_group = None  # engines that still wait for it hear at once that nothing comes any more
-            raise
+    def weights(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this rank's WeightSender."""
+        assert self.sender is not None, "open_weights() comes first"
+        return getattr(self.sender, method)(*arguments)
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 

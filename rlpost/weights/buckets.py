@@ -1,32 +1,110 @@
-"""Which tensors travel together."""
+"""Which rows of which tensors travel in one buffer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+from rlpost.types import WeightsManifest
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 16
-"""Each tensor starts at a multiple of this many bytes, so that a view of any dtype is aligned."""
+"""Each piece starts at a multiple of this many bytes, so that a view of any dtype is aligned."""
 
 
-def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a tensor, rounded up to ALIGNMENT."""
-    count = 1
-    for size in shape:
-        count *= size
-    return -(-count * DTYPE_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
+def rows_of(shape: Sequence[int]) -> int:
+    """Length of the first dimension; a scalar is one row."""
+    return shape[0] if shape else 1
 
 
-def plan_buckets(shapes: Sequence[Sequence[int]], dtypes: Sequence[str], limit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Half-open ranges of tensor indices, in order; each at most ``limit_bytes`` unless one tensor alone is larger."""
-    ranges: list[tuple[int, int]] = []
-    start, size = 0, 0
-    for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        needed = tensor_bytes(shape, dtype)
-        if index > start and size + needed > limit_bytes:
-            ranges.append((start, index))
-            start, size = index, 0
-        size += needed
-    if len(shapes) > start:
-        ranges.append((start, len(shapes)))
-    return tuple(ranges)
+def row_elements(shape: Sequence[int]) -> int:
+    """Elements of one row."""
+    return math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``start`` to ``stop`` (exclusive) of tensor ``tensor``, owned by trainer rank ``owner``, at ``offset`` bytes of its buffer."""
+
+    tensor: int
+    start: int
+    stop: int
+    owner: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that travel in one buffer, ordered by owner, so that each rank's part is one span of it."""
+
+    pieces: tuple[Piece, ...]
+    size: int
+    """Bytes."""
+
+    def span(self, manifest: WeightsManifest, owner: int) -> tuple[int, int]:
+        """First byte, and the byte after the last, of what ``owner`` puts in; equal when it has nothing."""
+        mine = [piece for piece in self.pieces if piece.owner == owner]
+        return (mine[0].offset, mine[-1].offset + piece_bytes(manifest, mine[-1])) if mine else (0, 0)
+
+
+def piece_bytes(manifest: WeightsManifest, piece: Piece) -> int:
+    """Bytes of a piece, without alignment."""
+    return (piece.stop - piece.start) * row_elements(manifest.shapes[piece.tensor]) * DTYPE_BYTES[manifest.dtypes[piece.tensor]]
+
+
+def total_bytes(manifest: WeightsManifest, *, trained_only: bool = False) -> int:
+    """Bytes of all tensors, or of those that training changes."""
+    return sum(
+        math.prod(shape) * DTYPE_BYTES[dtype]
+        for shape, dtype, trained in zip(manifest.shapes, manifest.dtypes, manifest.trained, strict=True)
+        if trained or not trained_only
+    )
+
+
+def plan_buckets(manifest: WeightsManifest, *, trained_only: bool = False) -> tuple[Bucket, ...]:
+    """All rows of the tensors, in order, each once. A piece never crosses a cut; no buffer is above ``bucket_bytes``, unless one row is.
+
+    Both ends derive the same buckets from the same manifest.
+    """
+    buckets: list[Bucket] = []
+    pending: list[tuple[int, int, int, int]] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal pending, filled
+        if pending:
+            buckets.append(_bucket(manifest, pending))
+            pending, filled = [], 0
+
+    for tensor, (shape, dtype) in enumerate(zip(manifest.shapes, manifest.dtypes, strict=True)):
+        if trained_only and not manifest.trained[tensor]:
+            continue
+        row_bytes = row_elements(shape) * DTYPE_BYTES[dtype]
+        cuts = manifest.cuts[tensor]
+        for owner, (start, stop) in enumerate(pairwise(cuts)):
+            while start < stop:
+                room = (manifest.bucket_bytes - filled) // max(row_bytes, 1)
+                if room <= 0 and pending:
+                    close()
+                    continue
+                rows = max(1, min(stop - start, room))
+                pending.append((tensor, start, start + rows, owner))
+                filled += _aligned(rows * row_bytes)
+                start += rows
+    close()
+    return tuple(buckets)
+
+
+def _bucket(manifest: WeightsManifest, parts: list[tuple[int, int, int, int]]) -> Bucket:
+    pieces, offset = [], 0
+    for tensor, start, stop, owner in sorted(parts, key=lambda part: (part[3], part[0], part[1])):
+        piece = Piece(tensor, start, stop, owner, offset)
+        pieces.append(piece)
+        offset += _aligned(piece_bytes(manifest, piece))
+    return Bucket(tuple(pieces), offset)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,21 +1,22 @@
-"""The process group that joins trainer rank 0 (rank 0) and every engine worker (ranks 1..n), and the sending end.
+"""Links over a process group: one broadcast a buffer, from trainer rank 0 to every engine worker (gloo on CPU, NCCL on GPU).
 
 The group is made by hand from a store, beside and independent of any default group: the trainer ranks have one of their
-own, and vLLM creates and destroys another. gloo on CPU and NCCL on GPU run the same lines (NCCL: not run on a GPU yet).
+own, and vLLM has others. gloo and NCCL run the same lines (NCCL: not run on a GPU yet).
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlpost.types import InfrastructureError, WeightsManifest
-from rlpost.weights.buckets import tensor_bytes
-from rlpost.weights.fingerprint import Fingerprint
+from rlpost.types import SyncPlan, WeightsManifest
+from rlpost.weights.buckets import Bucket
+from rlpost.weights.links import Carrier, LinkSettings
 
 SENDER_RANK = 0
 
@@ -42,61 +43,91 @@ def make_group(store: dist.TCPStore, *, backend: str, rank: int, world: int, tim
     raise AssertionError(f"unknown collective backend {backend!r}")
 
 
-def broadcast(group: Any, buffer: torch.Tensor) -> None:
-    """Send (rank 0) or receive ``buffer``, and wait for it."""
+def start_broadcast(group: Any, buffer: torch.Tensor) -> Any:
+    """Begin to send (rank 0) or receive ``buffer``; the result's ``wait()`` ends it."""
     options = dist.BroadcastOptions()
     options.rootRank = SENDER_RANK
     options.rootTensor = 0
-    group.broadcast([buffer], options).wait()
+    return group.broadcast([buffer], options)
 
 
-def views(buffer: torch.Tensor, manifest: WeightsManifest, bucket: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket as views of its flat byte buffer."""
-    offset = 0
-    for index in range(*bucket):
-        shape, dtype = manifest.shapes[index], getattr(torch, manifest.dtypes[index])
-        count = 1
-        for size in shape:
-            count *= size
-        yield manifest.names[index], buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
-        offset += tensor_bytes(shape, manifest.dtypes[index])
+@dataclass
+class CollectiveRendezvous:
+    """Rank 0's open door."""
+
+    settings: LinkSettings
+    store: dist.TCPStore
+
+    @classmethod
+    def serve(cls, settings: LinkSettings, _device: torch.device) -> CollectiveRendezvous:
+        """Open the store on ``settings.host``."""
+        return cls(settings, serve_store(settings.host, settings.world, settings.timeout_s))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where members connect."""
+        return self.settings.host, int(self.store.port)
+
+    def join(self) -> CollectiveOutlet:
+        """Wait for all members."""
+        settings = self.settings
+        group = make_group(self.store, backend=settings.backend, rank=0, world=settings.world, timeout_s=settings.timeout_s)
+        return CollectiveOutlet(self.store, group)
 
 
-def bucket_bytes(manifest: WeightsManifest, bucket: tuple[int, int]) -> int:
-    """Size of a bucket's buffer."""
-    return sum(tensor_bytes(manifest.shapes[i], manifest.dtypes[i]) for i in range(*bucket))
+class CollectiveOutlet:
+    """Broadcasts each buffer. The store must live as long as the group."""
+
+    def __init__(self, store: dist.TCPStore, group: Any) -> None:
+        self._store: Any = store
+        self._group = group
+
+    def begin(self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket]) -> None:
+        """Nothing to prepare."""
+
+    def send(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """See Outlet."""
+        wait: Callable[[], None] = start_broadcast(self._group, buffer).wait
+        return wait
+
+    def finish(self) -> None:
+        """Nothing to do."""
+
+    def acknowledge(self, version: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Leave: members that still wait get an error at once."""
+        self._group = None
+        self._store = None
 
 
-def send(
-    group: Any | None, manifest: WeightsManifest, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
-) -> tuple[str, int]:
-    """Gather and send every tensor, a bucket at a time. Every trainer rank iterates; only the one with a group sends.
+class CollectiveInlet:
+    """Receives one buffer while the one before it is being used."""
 
-    Returns the fingerprint of what was sent (on the sender; others return an empty one) and the bytes. When a broadcast fails the
-    rest is gathered all the same before the error is raised: the trainer ranks stay in step and can send again over a new group.
-    """
-    fingerprint, total = Fingerprint(), 0
-    failure = ""
-    stream = iter(tensors)
-    for bucket in manifest.buckets:
-        size = bucket_bytes(manifest, bucket)
-        total += size
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device) if group is not None else torch.empty(0)
-        targets = views(buffer, manifest, bucket) if group is not None else ((manifest.names[i], None) for i in range(*bucket))
-        for expected, target in targets:
-            name, tensor = next(stream)
-            if name != expected:
-                raise AssertionError(f"weights are streamed in another order than declared: {name!r} instead of {expected!r}")
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            if target is not None:
-                target.copy_(full)
-                fingerprint.add(name, target)
-        if group is not None and not failure:
-            try:
-                broadcast(group, buffer)
-            except Exception as error:  # noqa: BLE001 - raised below, when all ranks have gathered everything
-                # Only its text: the exception would keep this frame, and with it the group, alive.
-                failure = f"{type(error).__name__}: {error}"
-    if failure:
-        raise InfrastructureError(f"weights could not be sent to all engines: {failure}")
-    return (fingerprint.hexdigest() if group is not None else ""), total
+    def __init__(self, settings: LinkSettings, device: torch.device) -> None:
+        self._device = device
+        self._store: Any = join_store(settings.host, settings.port, settings.world, settings.timeout_s)
+        self._group: Any = make_group(
+            self._store, backend=settings.backend, rank=settings.rank, world=settings.world, timeout_s=settings.timeout_s
+        )
+
+    def stream(self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """See Inlet."""
+        buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(min(2, len(sizes)))] if sizes else []
+        started: list[Any] = []
+        for index in range(len(sizes) + 1 if sizes else 0):
+            if index < len(sizes):
+                started.append(start_broadcast(self._group, buffers[index % 2][: sizes[index]]))
+            if index:
+                started[index - 1].wait()
+                started[index - 1] = None
+                yield buffers[(index - 1) % 2][: sizes[index - 1]]
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None
+        self._store = None
+
+
+CARRIER = Carrier(live=True, serve=CollectiveRendezvous.serve, enter=CollectiveInlet)

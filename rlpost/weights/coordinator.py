@@ -1,9 +1,11 @@
-"""Stage, compare, commit: the driver's side of a weight sync.
+"""The driver's side of a weight sync: stage, apply, compare, commit, and heal the engines that could not take part.
 
-before   the trainer holds the weights of one version; engines hold those of an earlier one and may be generating
-stage    engines freeze, all receive and load; each acknowledges with the fingerprint of what it received
-commit   only if every fingerprint equals the trainer's: engines set the version and go on generating
-after    the policy version moved on all engines; or a full sync is made again, counted and capped; or the run stops
+before   the trainer holds the weights of a new version; engines hold the one before it and may be generating
+stage    a delta's message reaches every engine and is checked; files are written. Generation goes on
+apply    each engine pauses, brings the weights in, and answers with the fingerprint of what it now holds
+commit   an engine whose fingerprint equals the trainer's is stamped with the version and generates again, whatever others do
+heal     every other engine gets a full sync of its own, counted by reason and capped
+after    all live engines hold the version: the trainer's baseline and the policy version move. Or the run stops and says why
 """
 
 from __future__ import annotations
@@ -11,120 +13,367 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
-from dataclasses import replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlpost.rollout.client import EngineLostError
+from rlpost.rollout.client import EngineLateError, EngineLostError
 from rlpost.rollout.pool import EnginePool
 from rlpost.training.group import TrainerGroup
-from rlpost.types import InfrastructureError, SyncAcknowledgement, SyncReport, WeightsManifest
+from rlpost.types import InfrastructureError, Layout, SyncAcknowledgement, SyncPlan, SyncRefusedError, SyncReport, WeightsManifest
+from rlpost.weights.links import LinkSettings, carrier
+from rlpost.weights.policy import Fallbacks, SyncPolicy, SyncSettings
 
-ATTEMPTS = 2
-"""A sync that fails is made once more before the run stops."""
+GRACE_S = 30.0
+"""Beyond the links' own deadlines: an error that tells more is waited for."""
+
+MODULUS = 1 << 128
+
+
+@dataclass
+class _Tally:
+    """What one sync cost so far."""
+
+    bytes: int = 0
+    stage_s: float = 0.0
+    gather_s: float = 0.0
+    encode_s: float = 0.0
+    transfer_s: float = 0.0
+    apply_s: float = 0.0
+    paused_s: float = 0.0
+    memory_gib: float = 0.0
+    sums: list[int] = field(default_factory=list)
+    """The trainer's fingerprint for each layout."""
+
+    def add_reports(self, reports: Sequence[Any]) -> None:
+        """Of all trainer ranks: the slowest's seconds, the sum of fingerprints."""
+        self.bytes += max(report.bytes for report in reports)
+        for name in ("gather_s", "encode_s", "transfer_s"):
+            setattr(self, name, getattr(self, name) + max(getattr(report, name) for report in reports))
+        sums = [sum(column) % MODULUS for column in zip(*(report.sums for report in reports), strict=True)]
+        self.sums = sums or self.sums
+
+    def add_acknowledgement(self, acknowledgement: SyncAcknowledgement) -> None:
+        """Of one engine."""
+        self.apply_s = max(self.apply_s, acknowledgement.apply_s)
+        self.memory_gib = max(self.memory_gib, acknowledgement.peak_memory_gib)
+
+
+class LinkError(Exception):
+    """A link could not be made; ``errors`` by engine."""
+
+    def __init__(self, errors: dict[int, Any]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+    @property
+    def culprits(self) -> dict[int, Any]:
+        """Engines that did not answer at all; the others only waited for them. All, when none is told apart so."""
+        silent = {index: error for index, error in self.errors.items() if isinstance(error, EngineLateError | EngineLostError)}
+        return silent or self.errors
 
 
 class WeightSync:
-    """Moves the trainer's weights to all engines of the pool."""
+    """Moves the trainer's weights to all live engines of the pool."""
 
-    def __init__(
-        self,
-        trainers: TrainerGroup,
-        engines: EnginePool,
-        *,
-        backend: str,
-        engine_dtype: str,
-        bucket_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self.trainers, self.engines = trainers, engines
-        self.backend, self.engine_dtype, self.bucket_bytes = backend, engine_dtype, bucket_bytes
-        self.timeout_s = timeout_s
-        self.repeats = 0
-        """Syncs that had to be made once more."""
+    def __init__(self, trainers: TrainerGroup, engines: EnginePool, settings: SyncSettings) -> None:
+        self.trainers, self.engines, self.settings = trainers, engines, settings
+        self.carrier = carrier(settings.carrier)
+        self.fallbacks = Fallbacks(settings.max_consecutive_fallbacks)
+        self.version = -1
+        """The newest version that all live engines hold."""
+        self.proof = ""
+        """``live`` when every engine proves its live parameters, else ``received``."""
         self._manifest: WeightsManifest | None = None
+        self._policy: SyncPolicy | None = None
+        self._layouts: list[Layout] = []
+        self._workers: dict[int, list[int]] = {}
+        """For each engine that described itself: the layouts of its workers."""
+        self._links: set[str] = set()
+
+    # ---- the two ends meet -----------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Form the group of trainer rank 0 and all engine workers; again after an engine was replaced or a sync broke off."""
-        sizes = [settings.tensor_parallel for settings in self.engines.settings]
-        world = 1 + sum(sizes)
-        host, port = (await self.trainers.call("serve_weights", world, self.timeout_s))[0]
-        joins = [(host, port, 1 + sum(sizes[:index]), world, self.backend, self.timeout_s) for index in range(len(sizes))]
-        await _both(
-            self.trainers.call("join_weights", world, self.backend, self.timeout_s, timeout_s=self.timeout_s + 30),
-            self.engines.call_each("join_weights", joins, timeout_s=self.timeout_s + 30),
+        """Agree on the tensors with the trainer and learn where each engine keeps them."""
+        settings = self.settings
+        arguments = (settings.engine_dtype, settings.bucket_bytes, settings.deltas)
+        self._manifest = (await self.trainers.call("open_weights", *arguments))[0]
+        self._policy = SyncPolicy(settings, frozen=not all(self._manifest.trained))
+        await self._describe(range(len(self.engines.settings)))
+
+    async def _describe(self, indices: Sequence[int]) -> None:
+        """Learn the layouts of these engines' workers. Raises InfrastructureError when deltas cannot be applied there."""
+        answers = await self.engines.outcomes("describe_weights", dict.fromkeys(indices, (self._manifest,)), timeout_s=self._patience)
+        known = len(self._layouts)
+        for index, answer in answers.items():
+            if isinstance(answer, Exception):
+                raise answer
+            for worker in answer:
+                if worker["proof"] != "live" and self.settings.deltas:
+                    name = self.engines.settings[index].name
+                    raise InfrastructureError(
+                        f"weights.transport=delta needs engines whose weights can be changed in place, but {name} cannot: "
+                        f"{worker['why']}; use weights.transport=collective"
+                    )
+                if worker["layout"] not in self._layouts:
+                    self._layouts.append(worker["layout"])
+            self._workers[index] = [self._layouts.index(worker["layout"]) for worker in answer]
+            self.proof = "received" if self.proof == "received" or any(w["proof"] != "live" for w in answer) else "live"
+        if len(self._layouts) > known:
+            await self.trainers.call("weights", "set_layouts", self._layouts)
+
+    @property
+    def _patience(self) -> float:
+        return self.settings.timeout_s + GRACE_S
+
+    async def _link(self, indices: Sequence[int]) -> str:
+        """The link to these engines, made when there is none. Raises LinkError when it cannot be."""
+        name = "engines-" + "-".join(map(str, indices))
+        if name in self._links:
+            return name
+        settings = self.settings
+        sizes = {index: self.engines.settings[index].tensor_parallel for index in indices}
+        pairs = settings.shared_gpu and settings.carrier == "ipc"
+        groups = {index: [index] for index in indices} if pairs else {0: list(indices)}
+        links = [
+            LinkSettings(
+                name=name, carrier=settings.carrier, world=1 + sum(sizes[i] for i in members), timeout_s=settings.timeout_s, sender=sender,
+                backend=settings.backend, directory=settings.directory, model_path=settings.model_path,
+            )
+            for sender, members in groups.items()
+        ]  # fmt: skip
+        addresses = await self.trainers.call("weights", "serve", links, timeout_s=self._patience)
+        entering: dict[int, tuple[LinkSettings, int]] = {}
+        for link, members in zip(links, groups.values(), strict=True):
+            host, port = addresses[link.sender]
+            rank = 1
+            for index in members:
+                entering[index] = (replace(link, host=host, port=port), rank)
+                rank += sizes[index]
+        joined, answers = await self._both(
+            self.trainers.call("weights", "join", name, timeout_s=self._patience),
+            self.engines.outcomes("enter_link", entering, timeout_s=self._patience),
         )
-        self._manifest = (await self.trainers.call("manifest", self.engine_dtype, self.bucket_bytes))[0]
+        errors = {index: answer for index, answer in answers.items() if isinstance(answer, Exception)}
+        if errors or isinstance(joined, Exception):
+            await self._drop(indices)
+            raise LinkError(errors or dict.fromkeys(indices, joined))
+        self._links.add(name)
+        return name
 
-    async def full(self, version: int) -> SyncReport:
-        """Send everything and make it ``version``.
+    async def _drop(self, indices: Sequence[int]) -> None:
+        """Give up every link that one of these engines is a member of: something went wrong on it."""
+        gone = {name for name in self._links if set(map(str, indices)) & set(name.split("-")[1:])} | {
+            "engines-" + "-".join(map(str, indices))
+        }
+        self._links -= gone
+        for name in gone:
+            await self.trainers.call("weights", "close", name)
 
-        A sync that breaks off or whose fingerprints differ is made once more, over a new group; until one is committed the
-        engines stay paused, for their weights may be half new. Raises EngineLostError at once when an engine died (it is to be
-        replaced, then comes the next full sync), and InfrastructureError with every reason when the attempts are used up.
+    async def _both(
+        self, trainers: Awaitable[list[Any]], engines: Awaitable[dict[int, Any]]
+    ) -> tuple[list[Any] | Exception, dict[int, Any]]:
+        """Both results, when both have ended: what still runs on one side would disturb what comes next.
+
+        A link that broke on the trainer's side is a value; any other failure of the trainer is raised.
         """
-        reasons: list[str] = []
-        while len(reasons) < ATTEMPTS:
-            started = time.perf_counter()
-            try:
-                if reasons:
-                    self.repeats += 1
-                    await self.connect()
-                fingerprint, size, memory = await self._stage(version)
-                await self.engines.call("commit_weights", version, timeout_s=self.timeout_s)
-            except EngineLostError:
-                raise
-            except InfrastructureError as error:
-                reasons.append(str(error))
-                continue
-            seconds = time.perf_counter() - started
-            return SyncReport(
-                version=version, mode="full", bytes=size, seconds=seconds, paused_s=seconds, fingerprint=fingerprint,
-                engine_peak_memory_gib=memory,
-            )  # fmt: skip
-        await self._resume_quietly()
-        listed = "; ".join(f"attempt {number}: {reason}" for number, reason in enumerate(reasons, 1))
-        raise InfrastructureError(f"weight sync to version {version} failed {ATTEMPTS} times: {listed}")
+        sent, answers = await asyncio.gather(trainers, engines, return_exceptions=True)
+        if isinstance(answers, BaseException):
+            raise answers
+        if isinstance(sent, BaseException) and not isinstance(sent, SyncRefusedError):
+            raise sent
+        return sent, answers
 
-    async def _stage(self, version: int) -> tuple[str, int, float]:
-        """Fingerprint, bytes, and the engines' largest memory peak. Raises InfrastructureError when any engine holds something else."""
-        assert self._manifest is not None, "connect() comes first"
-        manifest = replace(self._manifest, version=version)
-        sent, acknowledged = await _both(
-            self.trainers.call("send_weights", manifest, timeout_s=self.timeout_s),
-            self.engines.call("stage_weights", manifest, timeout_s=self.timeout_s),
+    # ---- a sync ----------------------------------------------------------------------------------------------------
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring every live engine to the trainer's weights as ``version``.
+
+        An engine that dies meanwhile is left to :meth:`EnginePool.repair`. Raises InfrastructureError when an engine cannot be healed
+        or the trainer fails; generation is resumed first (tokens of undefined weights are refused where they are sampled).
+        """
+        assert self._policy is not None, "connect() comes first"
+        started = time.perf_counter()
+        tally = _Tally()
+        self.fallbacks.begin_sync()
+        live = [index for index, alive in enumerate(self.engines.router.alive) if alive]
+        try:
+            plan, changed = await self._plan(version, tally)
+            failed = await self._transfer(plan, live, tally)
+            for index in live:
+                if index not in failed:
+                    self.fallbacks.went_well(self.engines.settings[index].name)
+            await self._heal(failed, version, tally)
+            await self.trainers.call("weights", "advance", version)
+        except BaseException:
+            await self._resume_quietly()
+            raise
+        self._policy.committed(plan.mode)
+        self.version = version
+        return SyncReport(
+            version=version, mode=plan.mode, bytes=tally.bytes, seconds=time.perf_counter() - started, paused_s=tally.paused_s,
+            stage_s=tally.stage_s, gather_s=tally.gather_s, encode_s=tally.encode_s, transfer_s=tally.transfer_s, apply_s=tally.apply_s,
+            changed_fraction=changed, verified=plan.verify, fallbacks=dict(self.fallbacks.reasons),
+            engine_peak_memory_gib=tally.memory_gib,
+        )  # fmt: skip
+
+    async def give(self, indices: Sequence[int], version: int) -> dict[str, int]:
+        """Bring restarted engines to ``version``, which the trainer holds and the others have. Returns the reasons counted."""
+        self.fallbacks.begin_sync()
+        await self._drop(indices)
+        await self._describe(indices)
+        name = self.engines.settings
+        await self._heal({index: ("restarted", f"{name[index].name} was restarted") for index in indices}, version, _Tally())
+        return dict(self.fallbacks.reasons)
+
+    async def _plan(self, version: int, tally: _Tally) -> tuple[SyncPlan, float]:
+        """What moves; a delta is encoded here, for only then it is known whether it pays. With it, the share of elements that changed."""
+        assert self._policy is not None
+        mode, changed = self._policy.mode(), float("nan")
+        size = 0
+        if mode == "delta":
+            reports = await self.trainers.call("weights", "encode_delta", self._policy.verify("delta"))
+            compared = sum(report.compared for report in reports)
+            changed = sum(report.changed for report in reports) / max(compared, 1)
+            if self._policy.delta_pays(sum(report.changed for report in reports), compared):
+                size = reports[0].bytes
+                tally.add_reports(reports)
+                tally.bytes = 0
+            else:
+                await self.trainers.call("weights", "forget_delta")
+                tally.encode_s = max(report.encode_s for report in reports)
+                mode = self._policy.without_delta()
+        verify = self._policy.verify(mode)
+        return SyncPlan(version=version, mode=mode, base_version=self.version, link="", verify=verify, message_bytes=size), changed
+
+    def _full_plan(self, version: int) -> SyncPlan:
+        return SyncPlan(version=version, mode="full", base_version=self.version, link="", verify=True)
+
+    async def _transfer(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally) -> dict[int, tuple[str, str]]:
+        """Stage, apply, compare and commit on these engines. Returns those that failed: reason and message. Lost ones are not listed."""
+        if not indices:
+            return {}
+        started = time.perf_counter()
+        try:
+            link = await self._link(indices)
+        except LinkError as error:
+            rest = [index for index in indices if index not in error.culprits]
+            return {**self._failures(error.culprits), **await self._transfer(plan, rest, tally)}
+        senders = tuple(indices) if self.settings.shared_gpu and self.settings.carrier == "ipc" else (0,)
+        plan = replace(plan, link=link, senders=senders)
+        moving = await (self._move_message if plan.mode == "delta" else self._move_weights)(plan, indices, tally, started)
+        outcomes = await self._commit(plan, moving, tally)
+        failed = self._failures(outcomes)
+        if failed or any(isinstance(outcome, Exception) for outcome in outcomes.values()):
+            await self._drop(indices)
+        return failed
+
+    async def _move_message(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
+        """A delta: it reaches every engine while generation goes on; then each applies it."""
+        send = self.trainers.call("weights", "send_message", plan, timeout_s=self._patience)
+        if self.carrier.live:
+            sent, staged = await self._both(send, self._on(indices, "stage_weights", plan))
+        else:
+            sent, staged = await self._both(send, _nothing())
+            staged = dict.fromkeys(indices, sent) if isinstance(sent, Exception) else await self._on(indices, "stage_weights", plan)
+        if not isinstance(sent, Exception):
+            tally.add_reports(sent)
+        tally.stage_s = time.perf_counter() - started
+        ready = [index for index, answer in staged.items() if not isinstance(answer, Exception)]
+        return {**staged, **await self._on(ready, "apply_weights", plan)}
+
+    async def _move_weights(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
+        """All weights: engines load what comes while they are paused, or, from a directory, when all of it is there."""
+        send = self.trainers.call("weights", "send_weights", plan, timeout_s=self._patience)
+        if self.carrier.live:
+            tally.stage_s = time.perf_counter() - started
+            sent, applied = await self._both(send, self._on(indices, "apply_weights", plan))
+        else:
+            sent, applied = await self._both(send, _nothing())
+            tally.stage_s = time.perf_counter() - started
+            applied = dict.fromkeys(indices, sent) if isinstance(sent, Exception) else await self._on(indices, "apply_weights", plan)
+        if not isinstance(sent, Exception):
+            tally.add_reports(sent)
+        return applied
+
+    async def _on(self, indices: Sequence[int], method: str, plan: SyncPlan) -> dict[int, Any]:
+        return await self.engines.outcomes(method, dict.fromkeys(indices, (plan,)), timeout_s=self._patience)
+
+    async def _commit(self, plan: SyncPlan, applied: dict[int, Any], tally: _Tally) -> dict[int, Any]:
+        """Compare each engine's proof; commit where it is right. By engine: None, or the error."""
+        outcomes: dict[int, Any] = {}
+        for index, answer in applied.items():
+            outcomes[index] = answer if isinstance(answer, Exception) else await self._compare(plan, index, answer, tally)
+        proven = [index for index, outcome in outcomes.items() if outcome is None]
+        committed = await self.engines.outcomes("commit_weights", dict.fromkeys(proven, (plan.version,)), timeout_s=self._patience)
+        for index, answer in committed.items():
+            if isinstance(answer, Exception):
+                outcomes[index] = answer
+            else:
+                tally.paused_s = max(tally.paused_s, answer)
+        return outcomes
+
+    async def _compare(self, plan: SyncPlan, index: int, acknowledgement: SyncAcknowledgement, tally: _Tally) -> SyncRefusedError | None:
+        """None when the engine holds what the trainer holds; else an error that names the tensors that differ."""
+        assert self._manifest is not None
+        tally.add_acknowledgement(acknowledgement)
+        name = acknowledgement.engine
+        if (acknowledgement.version, acknowledgement.tensors) != (plan.version, len(self._manifest.names)):
+            return SyncRefusedError(
+                "wrong_version",
+                f"{name} acknowledged {acknowledgement.tensors} tensors of version {acknowledgement.version} instead of "
+                f"{len(self._manifest.names)} of {plan.version}",
+            )
+        if not plan.verify:
+            return None
+        expected = tuple(f"{tally.sums[layout]:032x}" for layout in self._workers[index])
+        if acknowledgement.fingerprints == expected:
+            return None
+        return SyncRefusedError(
+            "wrong_fingerprint",
+            f"{name} holds {list(acknowledgement.fingerprints)} as version {plan.version}, the trainer {list(expected)}; "
+            f"different: {await self._name_differences(index)}",
         )
-        fingerprint, size = sent[0]
-        difference = describe_difference(fingerprint, manifest, acknowledged)
-        if difference:
-            raise InfrastructureError(difference)
-        return fingerprint, size, max(a.peak_memory_gib for a in acknowledged)
+
+    async def _name_differences(self, index: int) -> str:
+        answers = await self.engines.outcomes("tensor_sums", {index: ()}, timeout_s=self._patience)
+        if isinstance(answers[index], Exception):
+            return "unknown"
+        names: list[str] = []
+        for layout, held in zip(self._workers[index], answers[index], strict=True):
+            parts = await self.trainers.call("weights", "tensor_sums", layout)
+            right = {name: sum(part.get(name, 0) for part in parts) % MODULUS for name in {name for part in parts for name in part}}
+            names += [name for name in sorted(right) if held.get(name) != right[name] and name not in names]
+        return f"{len(names)} tensors, {names[:5]}"
+
+    def _failures(self, outcomes: dict[int, Any]) -> dict[int, tuple[str, str]]:
+        """Reason and message of every engine that is alive and failed."""
+        failed = {}
+        for index, outcome in outcomes.items():
+            if isinstance(outcome, EngineLateError):
+                failed[index] = ("timeout", str(outcome))
+            elif isinstance(outcome, SyncRefusedError):
+                failed[index] = (outcome.reason, str(outcome))
+            elif isinstance(outcome, Exception) and not isinstance(outcome, EngineLostError):
+                failed[index] = ("error", str(outcome))
+        return failed
+
+    async def _heal(self, failed: dict[int, tuple[str, str]], version: int, tally: _Tally) -> None:
+        """Give these engines a full sync, together, then those that fail again one by one, until each took it or had too many in a row."""
+        together = True
+        while failed:
+            for index, (reason, message) in failed.items():
+                self.fallbacks.count(self.engines.settings[index].name, reason, message)
+            groups = [list(failed)] if together else [[index] for index in failed]
+            together, failed = False, {}
+            for group in groups:
+                failed |= await self._transfer(self._full_plan(version), group, tally)
 
     async def _resume_quietly(self) -> None:
         # So that requests end (an engine whose weights are undefined refuses what it samples); the run stops with the reasons.
         with contextlib.suppress(InfrastructureError):
-            await self.engines.call("resume", timeout_s=self.timeout_s)
+            await self.engines.call("resume", timeout_s=self.settings.timeout_s)
 
 
-async def _both(trainers: Awaitable[list[Any]], engines: Awaitable[list[Any]]) -> tuple[list[Any], list[Any]]:
-    """Both results, when both have ended: what still runs on one side would disturb the next attempt.
-
-    A lost engine is raised before anything else: it is what the caller can repair, and the usual cause of the other side's failure.
-    """
-    results = await asyncio.gather(trainers, engines, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    lost = [error for error in errors if isinstance(error, EngineLostError)]
-    for error in [*lost, *errors]:
-        raise error
-    return results[0], results[1]  # type: ignore[return-value]
-
-
-def describe_difference(fingerprint: str, manifest: WeightsManifest, acknowledged: list[SyncAcknowledgement]) -> str:
-    """Which engines do not hold what was sent; empty when all do."""
-    tensors = len(manifest.names)
-    wrong = [
-        f"{a.engine} has {a.tensors} of {tensors} tensors of version {a.version}, fingerprint {a.fingerprint}"
-        for a in acknowledged
-        if (a.fingerprint, a.tensors, a.version) != (fingerprint, tensors, manifest.version)
-    ]
-    return f"trainer sent {fingerprint} as version {manifest.version}; " + "; ".join(wrong) if wrong else ""
+async def _nothing() -> dict[int, Any]:
+    return {}

@@ -18,9 +18,11 @@ from rlpost.checkpoint.directory import begin, complete
 from rlpost.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rlpost.driver.batch import Minibatch, build_minibatch
 from rlpost.models.embedded import build
+from rlpost.training.optimizer import learning_rate_factor
 
 ALGORITHM = Grpo(AlgorithmConfig(advantage="group_mean"))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=5, decay="linear", final_ratio=0.1)
+CHANGED = OptimizerConfig(lr=3e-3, beta1=0.8, beta2=0.99, eps=1e-4, weight_decay=0.3, warmup_steps=0, decay="cosine", final_ratio=0.2)
 TOTAL, BEFORE, AFTER = 8, 2, 3
 """Updates of the whole run, those before the checkpoint (still in the warm-up: lr differs from initial_lr), those after it."""
 
@@ -113,6 +115,27 @@ def test_load_restores_every_field_and_the_next_updates_are_those_of_the_uninter
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             assert got[name] == (value if same else pytest.approx(value, rel=1e-4, abs=1e-6)), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["loaded-by-1", "loaded-by-2"])
+def test_optimizer_settings_that_were_changed_for_the_resume_hold_from_its_first_step_on(
+    processes: RankProcesses, saved: dict[str, Any], ranks: int
+) -> None:
+    """Weights, moments and the schedule's position are the checkpoint's; each hyperparameter is the present one."""
+    with processes.trainers(worker_settings(optimizer=CHANGED, total_updates=TOTAL), ranks=ranks) as trainers:
+        trainers.call("load", str(saved["directory"]))
+        loaded = trainers.apply(state)
+        metrics = [update(trainers, seed) for seed in range(BEFORE, BEFORE + AFTER)]
+    rates = [CHANGED.lr * learning_rate_factor(BEFORE + i, total=TOTAL, config=CHANGED) for i in range(AFTER)]
+    for one in loaded:
+        for index, decay in enumerate([0.3, 0.0]):
+            group = {key: one.pop(f"group/{index}/{key}") for key in ("lr", "initial_lr", "betas", "eps", "weight_decay")}
+            assert group == {"lr": rates[0], "initial_lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-4, "weight_decay": decay}
+        assert one["schedule"].pop("base_lrs") == [3e-3, 3e-3] and one["schedule"].pop("_last_lr") == [rates[0]] * 2
+        kept = {key: value for key, value in saved["state"].items() if not key.startswith("group/")}
+        kept["schedule"] = {key: value for key, value in kept["schedule"].items() if key not in ("base_lrs", "_last_lr")}
+        assert_same_state(one, kept)
+    assert [one["train/lr"] for one in metrics] == rates
 
 
 def test_a_fresh_trainer_loads_before_its_first_step_and_frozen_parameters_too(processes: RankProcesses, tmp_path: Path) -> None:

@@ -5,14 +5,20 @@ One run of four steps, one reward function whose behaviour each row chooses.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
-from training_runs import Command, rollouts, step_records
+from training_runs import Command, metrics, rollouts, step_records
+
+from rlpost.driver import evaluate as evaluation
+from rlpost.types import Failure, Group, Prompt, Trajectory
 
 PROMPTS, SAMPLES = 8, 4
 
@@ -62,7 +68,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
             rows.append({"prompt": f"sort {digits}=", "answer": "".join(sorted(digits)), "mood": mood(step, place)})
     (command.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = command.run(
-        "config=grpo_tiny", "data.train=rows.jsonl", "data.shuffle=false", "evaluation.every=0", f"schedule.steps={len(ODD)}",
+        "config=grpo_tiny", "data={train: rows.jsonl, evaluation: rows.jsonl, shuffle: false}", f"schedule.steps={len(ODD)}",
+        f"evaluation={{every: {len(ODD)}, prompts: {len(rows)}}}",
         f"schedule.prompts_per_step={PROMPTS}", f"algorithm.group_size={SAMPLES}", "rewards=[{function: 'moody.py:moody'}]",
         "reward_runner={workers: 1, timeout_s: 1.0, max_failed_fraction: 0.25}", "checkpoint.every=1", "run_dir=run",
         code=1,
@@ -75,6 +82,37 @@ def test_failures_below_the_budget_are_counted_by_kind_and_the_run_goes_on(run: 
     assert [record["step"] for record in run.records] == [1, 2, 3]
     assert [record["reward/failed"] for record in run.records] == [SAMPLES, 2 * SAMPLES, 0]
     assert [record["reward/not_scorable"] for record in run.records] == [0, 0, SAMPLES], "None is no failure"
+
+
+def test_failures_of_an_evaluation_are_counted_and_not_in_its_reward(run: Ended) -> None:
+    """On all rows, before the first step: those of each mood but `none`, which is no failure, nor does it count as 0."""
+    [record] = [record for record in metrics(run.directory) if "evaluate/failed" in record]
+    moods = [mood for odd in ODD.values() for mood in odd]
+    assert record["step"] == 0
+    assert record["evaluate/failed"] == pytest.approx((len(moods) - moods.count("none")) / (len(ODD) * PROMPTS))
+    assert record["evaluate/reward"] >= 1
+
+
+def test_wholly_failed_evaluation_has_no_reward_and_says_that_all_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without processes: an evaluation of two groups whose episodes or rewards all failed."""
+
+    async def failed_group(plan: Any, prompt: Prompt, group_id: str, index: int) -> Group:
+        failure = Failure(kind="environment" if index else "raised", where="moody", message="")
+        nothing = np.empty(0)
+        trajectory = Trajectory(
+            trajectory_id=f"{group_id}.0", group_id=group_id, prompt_id=prompt.prompt_id, prompt_length=0, tokens=nothing,
+            trainable=nothing.astype(bool), logprobs=nothing, versions=nothing, failure=failure,
+        )  # fmt: skip
+        return Group(group_id=group_id, index=index, prompt=prompt, trajectories=(trajectory,))
+
+    async def repair() -> None:
+        raise AssertionError("no engine was lost")
+
+    monkeypatch.setattr(evaluation, "run_group", failed_group)
+    plan: Any = None
+    prompts = [Prompt(prompt_id=str(index), text="a") for index in range(2)]
+    found, _ = asyncio.run(evaluation.evaluate(plan, prompts, step=0, timeout_s=30.0, lost=asyncio.Event(), repair=repair))
+    assert found["evaluate/failed"] == 1 and math.isnan(found["evaluate/reward"])
 
 
 def test_failed_rewards_are_left_out_of_the_mean_and_of_the_gradient(run: Ended) -> None:

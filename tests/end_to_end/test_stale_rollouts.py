@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-from training_runs import Command, rollouts, step_records
+from training_runs import Command, Finished, finished_run
 
 from rlpost.models.embedded import embedded_rows
 
@@ -19,15 +16,6 @@ BLOCK = 32
 """Tokens that the engine's prefix cache shares at once."""
 
 PARITY = {"parity/logprob_abs_mean", "parity/logprob_abs_max"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """The run, read once."""
-
-    directory: Path
-    records: list[dict[str, Any]]
-    rollouts: dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +29,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ]
     (command.directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (command.directory / "variety.py").write_text("def variety(prompt, completion):\n    return len(set(completion)) / 7\n")
-    output = command.run(
-        "config=grpo_tiny", "data={train: rows.jsonl, max_prompt_tokens: 48}", "evaluation.every=0", f"schedule.steps={STEPS}",
+    return finished_run(
+        command, "config=grpo_tiny", "data={train: rows.jsonl, max_prompt_tokens: 48}", "evaluation.every=0",
         f"schedule.prompts_per_step={PROMPTS}", f"algorithm.group_size={SAMPLES}", "schedule.max_staleness=1", "engine.count=2",
         "algorithm.minibatches=2", "training.optimizer.lr=2.0e-4", "algorithm.kl_coefficient=0.05",
         "algorithm.entropy_coefficient=0.01", "checkpoint.at_end=false",
-        "rewards=[{function: 'variety.py:variety'}]",
+        "rewards=[{function: 'variety.py:variety'}]", steps=STEPS,
     )  # fmt: skip
-    directory = command.run_directory(output)
-    steps = {step: rollouts(directory, step) for step in range(1, STEPS + 1)}
-    return Finished(directory=directory, records=step_records(directory), rollouts=steps)
 
 
 def test_no_token_is_older_than_the_bound_and_rollouts_do_run_ahead(run: Finished) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import Command, rollouts, step_records
+from training_runs import Command, Finished, finished_run
 
 from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.models.embedded import build
@@ -18,26 +16,14 @@ STEPS, PROMPTS, SAMPLES = 5, 16, 4
 CALL = re.compile(r"calc (\d+)\*(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """The run, read once."""
-
-    directory: Path
-    records: list[dict[str, Any]]
-    rollouts: dict[int, list[dict[str, Any]]]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     command = Command(tmp_path_factory.mktemp("tool_use"))
-    output = command.run(
-        "config=grpo_tiny_tools", f"schedule.steps={STEPS}", f"schedule.prompts_per_step={PROMPTS}", f"algorithm.group_size={SAMPLES}",
+    return finished_run(
+        command, "config=grpo_tiny_tools", f"schedule.prompts_per_step={PROMPTS}", f"algorithm.group_size={SAMPLES}",
         "evaluation.every=0", "checkpoint.at_end=false", "placement.mode=colocated", "algorithm.reference=actor",
-        "algorithm.kl_coefficient=0.05",
+        "algorithm.kl_coefficient=0.05", steps=STEPS,
     )  # fmt: skip
-    directory = command.run_directory(output)
-    steps = {step: rollouts(directory, step) for step in range(1, STEPS + 1)}
-    return Finished(directory=directory, records=step_records(directory), rollouts=steps)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
-from training_runs import Command, metrics, rollouts, step_records
+from training_runs import Command, Finished, finished_run, metrics
 
 from rlpost.checkpoint.__main__ import main as checkpoint_command
 from rlpost.config.load import load_config
@@ -35,26 +33,14 @@ REQUIRED = (
 """What dashboards are built on: the names that the project promises for every step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """The run, read once."""
-
-    directory: Path
-    output: str
-    records: list[dict[str, Any]]
-    rollouts: dict[int, list[dict[str, Any]]]
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     command = Command(tmp_path_factory.mktemp("training_run"))
-    output = command.run(
-        "config=grpo_tiny", f"schedule.steps={STEPS}", f"evaluation.every={EVALUATE_EVERY}", f"evaluation.prompts={HELD_OUT}",
+    return finished_run(
+        command, "config=grpo_tiny", f"evaluation.every={EVALUATE_EVERY}", f"evaluation.prompts={HELD_OUT}",
         "checkpoint.every=5", "observe.trackers=[console,jsonl,tensorboard]", "observe.rollouts=parquet", "observe.print_sample=true",
+        steps=STEPS,
     )  # fmt: skip
-    directory = command.run_directory(output)
-    steps = {step: rollouts(directory, step) for step in range(1, STEPS + 1)}
-    return Finished(directory=directory, output=output, records=step_records(directory), rollouts=steps)
 
 
 def test_reward_rises(run: Finished) -> None:
@@ -65,6 +51,7 @@ def test_reward_rises(run: Finished) -> None:
 def test_held_out_reward_rises_and_is_measured_at_both_ends(run: Finished) -> None:
     found = {record["step"]: record["evaluate/reward"] for record in metrics(run.directory) if "evaluate/reward" in record}
     assert list(found) == [0, EVALUATE_EVERY, STEPS]
+    assert all(record["evaluate/failed"] == 0 for record in metrics(run.directory) if record["step"] in found)
     assert found[STEPS] > found[0]
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,23 @@ def rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The trajectories of one step, in whichever format they are."""
     [path] = (run_dir / "rollouts").glob(f"step_{step:06d}.*")
     return read_rollouts(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A run that came to its end, read once."""
+
+    directory: Path
+    output: str
+    records: list[dict[str, Any]]
+    """Of the training steps."""
+    rollouts: dict[int, list[dict[str, Any]]]
+    """The trajectories of each step."""
+
+
+def finished_run(command: Command, *arguments: str, steps: int) -> Finished:
+    """Run the command with ``arguments`` to its end, which is after ``steps`` steps."""
+    output = command.run(*arguments, f"schedule.steps={steps}")
+    directory = command.run_directory(output)
+    by_step = {step: rollouts(directory, step) for step in range(1, steps + 1)}
+    return Finished(directory=directory, output=output, records=step_records(directory), rollouts=by_step)

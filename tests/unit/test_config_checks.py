@@ -74,6 +74,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("evaluation without data", {"evaluation__every": 5}, ["data.evaluation is not set", "evaluation.every=0"]),
     ("greedy training", {"sampling__temperature": 0.0}, ["sampling.temperature is 0.0", "evaluation.temperature"]),
     ("negative temperature", {"sampling__temperature": -1.0}, ["sampling.temperature is -1.0"]),
+    ("hotter training than vLLM takes", {"sampling__temperature": 2.01}, ["sampling.temperature is 2.01", "at most 2", "vLLM refuses"]),
+    ("hotter evaluation than vLLM takes", {"evaluation__temperature": 3.0}, ["evaluation.temperature is 3.0", "at most 2", "vLLM refuses"]),
+    ("a temperature that is no number", {"sampling__temperature": float("nan")}, ["sampling.temperature is nan", "at most 2"]),
     ("a reference actor that nobody asks", {"algorithm__reference": "actor"}, ["kl_coefficient is 0", "remove algorithm.reference"]),
     ("a reference path without KL", {"algorithm__reference_path": "embedded:tiny"}, ["algorithm.reference_path", "would not be used"]),
     (
@@ -184,6 +187,7 @@ def test_what_only_a_cpu_cannot_do_is_allowed_on_gpu(values: dict[str, Any]) -> 
         {"rewards": [RewardConfig(function="a:score"), RewardConfig(function="b:score", name="other")]},
         {"training__trainable": r"layers\.[12]\."},
         {"evaluation__every": 5, "data__evaluation": "embedded:sort5"},
+        {"sampling__temperature": 2.0, "evaluation__temperature": 2.0},
     ],
 )
 def test_neighbours_of_the_refused_are_allowed(values: dict[str, Any]) -> None:
@@ -207,6 +211,7 @@ BOUNDS: list[tuple[tuple[str, ...], list[float]]] = [
     (checks.SHARES, [-0.1, 1.1]),
     (checks.SHARES_ABOVE_ZERO, [0, 1.1]),
     (checks.BELOW_ONE, [-0.1, 1.0]),
+    (checks.TEMPERATURES, [2.1, 1000.0]),
 ]
 
 
@@ -217,7 +222,7 @@ def test_numbers_out_of_range_are_refused_with_their_key(key: str, value: float)
 
 
 def test_every_number_of_the_schema_has_a_bound_or_a_reason_not_to() -> None:
-    unbounded = {"sampling.temperature", "algorithm.entropy_coefficient", "evaluation.top_k", "rewards.N.weight", "sampling.stop_token_ids"}
+    unbounded = {"algorithm.entropy_coefficient", "evaluation.top_k", "rewards.N.weight", "sampling.stop_token_ids"}
     numbers = {field.key for field in schema_fields() if str(field.annotation) in ("<class 'int'>", "<class 'float'>", "int | None")}
     bounded = {key for keys, _ in BOUNDS for key in keys}
     assert numbers - bounded - unbounded == set()

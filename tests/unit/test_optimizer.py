@@ -1,12 +1,14 @@
-"""The learning-rate schedule's values, and which parameters decay."""
+"""The learning-rate schedule's values, which parameters decay, and what a load may change."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 
 from rlpost.config.schema import OptimizerConfig
-from rlpost.training.optimizer import learning_rate_factor, make_optimizer
+from rlpost.training.optimizer import learning_rate_factor, make_optimizer, settings_kept
 
 
 def factors(total: int, **settings: object) -> list[float]:
@@ -69,3 +71,77 @@ def test_moments_and_epsilon_are_the_configured_ones() -> None:
     optimizer, _ = make_optimizer([torch.nn.Parameter(torch.ones(1))], OptimizerConfig(beta1=0.8, beta2=0.99, eps=1e-6), total=1)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
     assert optimizer.param_groups[0]["eps"] == 1e-6
+
+
+TOTAL, DONE = 8, 3
+FIRST = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=5, decay="linear", final_ratio=0.1)
+CHANGED = OptimizerConfig(
+    lr=3e-3, beta1=0.8, beta2=0.99, eps=1e-4, weight_decay=0.3, warmup_steps=2, decay="cosine", final_ratio=0.2
+)  # fmt: skip
+
+
+class Small:
+    """A matrix and a vector with their optimizer; step ``n`` has the same gradients whoever takes it."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.parameters = [torch.nn.Parameter(torch.full((2, 2), 0.7)), torch.nn.Parameter(torch.full((3,), -0.4))]
+        self.optimizer, self.schedule = make_optimizer(self.parameters, config, total=TOTAL)
+
+    def step(self, number: int) -> float:
+        """One update; the learning rate that it had."""
+        for parameter in self.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        rate = float(self.schedule.get_last_lr()[0])
+        assert [group["lr"] for group in self.optimizer.param_groups] == [rate, rate]
+        self.optimizer.step()
+        self.schedule.step()
+        return rate
+
+    def load(self, other: Small) -> None:
+        """Parameters, optimizer and schedule of another one, as a checkpoint brings them."""
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            mine.data.copy_(theirs.data)
+        with settings_kept(self.optimizer, self.schedule):
+            self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+            self.schedule.load_state_dict(copy.deepcopy(other.schedule.state_dict()))
+
+
+@pytest.fixture
+def trained() -> Small:
+    """After some updates, in the middle of the warm-up."""
+    small = Small(FIRST)
+    for number in range(DONE):
+        small.step(number)
+    return small
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_load_with_the_same_configuration_goes_on_bit_by_bit(trained: Small, used: bool) -> None:
+    resumed = Small(FIRST)
+    if used:
+        resumed.step(77)
+    resumed.load(trained)
+    assert resumed.optimizer.param_groups[0]["initial_lr"] == FIRST.lr
+    for number in range(DONE, TOTAL):
+        assert resumed.step(number) == trained.step(number)
+        for mine, theirs in zip(resumed.parameters, trained.parameters, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_load_with_another_configuration_takes_the_state_and_keeps_the_settings(trained: Small) -> None:
+    """The next updates are those of an optimizer made with the changed settings, whose moments are put in by hand."""
+    resumed, expected = Small(CHANGED), Small(CHANGED)
+    resumed.load(trained)
+    for mine, theirs in zip(expected.parameters, trained.parameters, strict=True):
+        mine.data.copy_(theirs.data)
+        expected.optimizer.state[mine] = copy.deepcopy(trained.optimizer.state[theirs])
+    for number in range(DONE, TOTAL):
+        rate = CHANGED.lr * learning_rate_factor(number, total=TOTAL, config=CHANGED)
+        for group in expected.optimizer.param_groups:
+            group["lr"] = rate
+        for parameter in expected.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        expected.optimizer.step()
+        assert resumed.step(number) == rate
+        for mine, theirs in zip(resumed.parameters, expected.parameters, strict=True):
+            assert torch.equal(mine, theirs)

@@ -1,0 +1,300 @@
+"""The trainer's end of a weight sync. Every rank calls every method, in the same order; rank 0 has the links to the engines (on GPUs
+that trainers and engines share, every rank has one to the engine beside it).
+
+A full sync gathers a bucket at a time from the ranks' shards, each rank casting and hashing what it owns, while the bucket before it
+is being sent: besides the model there are two buckets on rank 0 and one message on the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlpost.types import InfrastructureError, Layout, SyncPlan, SyncRefusedError
+from rlpost.weights import delta
+from rlpost.weights.baseline import Baseline
+from rlpost.weights.buckets import Bucket, piece_bytes, plan_buckets
+from rlpost.weights.fingerprint import TensorHashes
+from rlpost.weights.links import LinkSettings, Outlet, carrier
+from rlpost.weights.shards import Shard, ShardedWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReport:
+    """What one rank did. ``sums`` are its shares of the fingerprints, one a layout; empty without verification."""
+
+    bytes: int = 0
+    gather_s: float = 0.0
+    encode_s: float = 0.0
+    transfer_s: float = 0.0
+    changed: int = 0
+    compared: int = 0
+    sums: tuple[int, ...] = ()
+
+
+@dataclass
+class _Timer:
+    """Seconds of a kind of work, added up."""
+
+    seconds: float = 0.0
+    _started: float = field(default=0.0, repr=False)
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+
+class WeightSender:
+    """One rank's part of all syncs of a run."""
+
+    def __init__(self, weights: ShardedWeights, device: torch.device, *, host: str, keep_baseline: bool) -> None:
+        self.manifest, self.shards = weights.manifest, weights.shards
+        self.rank, self.device, self.host = weights.rank, device, host
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.layouts: list[Layout] = [(None,) * len(self.manifest.names)]
+        self.hashes: list[TensorHashes] = []
+        self._frozen: list[dict[str, int]] | None = None
+        self._baseline = Baseline(self.manifest, self.shards) if keep_baseline else None
+        self._doors: dict[str, Any] = {}
+        self._outlets: dict[str, Outlet] = {}
+        self._message: torch.Tensor | None = None
+
+    def set_layouts(self, layouts: Sequence[Layout]) -> None:
+        """Which parts of the tensors engine workers hold: a fingerprint is made for each."""
+        self.layouts, self._frozen = list(layouts), None
+
+    # ---- links -----------------------------------------------------------------------------------------------------
+
+    def serve(self, links: Sequence[LinkSettings]) -> tuple[str, int]:
+        """The ranks that send open a rendezvous, each for its own of ``links``; returns its address ("" on a rank that has none)."""
+        self.close(links[0].name)
+        mine = [settings for settings in links if settings.sender == self.rank]
+        if not mine:
+            return "", 0
+        settings = replace(mine[0], host=self.host)
+        door = self._doors[settings.name] = carrier(settings.carrier).serve(settings, self.device)
+        address: tuple[str, int] = door.address
+        return address
+
+    def join(self, name: str) -> None:
+        """Wait for all members of the link."""
+        if name in self._doors:
+            self._outlets[name] = self._doors.pop(name).join()
+
+    def close(self, name: str) -> None:
+        """Give a link up; who still waits on it hears of it at once."""
+        self._doors.pop(name, None)
+        outlet = self._outlets.pop(name, None)
+        if outlet is not None:
+            outlet.close()
+
+    # ---- full ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def send_weights(self, plan: SyncPlan) -> SendReport:
+        """Send all tensors, or all that training changes. Raises SyncRefusedError on a sender when engines cannot be reached.
+
+        Then the rest is gathered all the same before the error is raised, so that the ranks stay in step.
+        """
+        trained_only = plan.mode == "trained"
+        buckets = plan_buckets(self.manifest, trained_only=trained_only)
+        self.hashes = self._begin_hashes(trained_only) if plan.verify else []
+        gathering, transfer = _Timer(), _Timer()
+        sending = _Sending(self._outlets[plan.link] if self.rank in plan.senders else None, transfer)
+        sending.attempt(lambda outlet: outlet.begin(plan, self.manifest, buckets))
+        buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
+        for number, bucket in enumerate(buckets):
+            sending.wait_for(number - 2)
+            with gathering:
+                if buffers[number % 2].numel() < bucket.size:
+                    buffers[number % 2] = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
+                self._gather(bucket, buffers[number % 2], plan.senders)
+            sending.send(number, buffers[number % 2][: bucket.size])
+        sending.finish()
+        if sending.failure:
+            self.close(plan.link)
+            raise SyncRefusedError("broken", f"weights could not be sent to all engines: {sending.failure}")
+        size = sum(bucket.size for bucket in buckets)
+        return SendReport(bytes=size, gather_s=gathering.seconds, transfer_s=transfer.seconds, sums=self._sums())
+
+    def _gather(self, bucket: Bucket, buffer: torch.Tensor, senders: tuple[int, ...]) -> None:
+        """The ``buffer`` of every sender gets the whole bucket; each rank gives its span of it."""
+        self._fill(bucket, buffer)
+        spans = [bucket.span(self.manifest, owner) for owner in range(self.world)]
+        if senders != (0,):
+            for owner, (first, last) in enumerate(spans):
+                if last > first:
+                    dist.broadcast(buffer[first:last], src=owner)
+        elif self.rank == 0:
+            receiving: list[Any] = [
+                dist.irecv(buffer[first:last], src=owner) for owner, (first, last) in enumerate(spans) if owner and last > first
+            ]
+            for work in receiving:
+                work.wait()
+        elif spans[self.rank][1] > spans[self.rank][0]:
+            first, last = spans[self.rank]
+            dist.send(buffer[first:last], dst=0)
+
+    def _fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        for piece in bucket.pieces:
+            if piece.owner != self.rank:
+                continue
+            shard = self.shards[piece.tensor]
+            size = piece_bytes(self.manifest, piece)
+            target = buffer[piece.offset : piece.offset + size].view(shard.dtype)
+            target.copy_(shard.rows(piece.start, piece.stop).reshape(-1))
+            if self.hashes:
+                rows = target.view(piece.stop - piece.start, *shard.shape[1:])
+                for hashes in self.hashes:
+                    hashes.add(piece.tensor, self.rank, piece.start, rows)
+
+    # ---- fingerprints ----------------------------------------------------------------------------------------------
+
+    def _begin_hashes(self, trained_only: bool) -> list[TensorHashes]:
+        """One for each layout; with ``trained_only`` the frozen tensors, whose bits never change, are counted already."""
+        hashes = [TensorHashes(self.manifest, layout) for layout in self.layouts]
+        if trained_only:
+            if self._frozen is None:
+                self._frozen = self._hash_frozen()
+            for one, frozen in zip(hashes, self._frozen, strict=True):
+                one.sums.update(frozen)
+        return hashes
+
+    def _hash_frozen(self) -> list[dict[str, int]]:
+        hashes = [TensorHashes(self.manifest, layout) for layout in self.layouts]
+        for shard in self.shards:
+            if not shard.trained:
+                for start, chunk in shard.chunks():
+                    self._visit(hashes)(shard, start, chunk)
+        return [one.sums for one in hashes]
+
+    def _visit(self, hashes: list[TensorHashes]) -> Callable[[Shard, int, torch.Tensor], None]:
+        def visit(shard: Shard, start: int, chunk: torch.Tensor) -> None:
+            for one in hashes:
+                one.add(shard.tensor, self.rank, start, chunk)
+
+        return visit
+
+    def _sums(self) -> tuple[int, ...]:
+        return tuple(hashes.total() for hashes in self.hashes)
+
+    def tensor_sums(self, layout: int) -> dict[str, int]:
+        """This rank's share of each tensor's part in the last fingerprint: to name what differs."""
+        return dict(self.hashes[layout].sums)
+
+    # ---- deltas ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_delta(self, verify: bool) -> SendReport:
+        """Compare with the baseline and encode what changed; rank 0 collects all ranks' parts as the message to send."""
+        assert self._baseline is not None, "deltas are off: weights.transport is not delta"
+        self.hashes = self._begin_hashes(trained_only=True) if verify else []
+        encoding, gathering = _Timer(), _Timer()
+        with encoding:
+            changes, compared = self._baseline.compare(self._visit(self.hashes))
+            mine = delta.encode(changes)
+        with gathering:
+            parts = self._gather_bytes(mine)
+        if self.rank == 0:
+            self._message = torch.frombuffer(bytearray(delta.join(parts)), dtype=torch.uint8).to(self.device)
+        return SendReport(
+            bytes=self._message.numel() if self._message is not None else 0,
+            encode_s=encoding.seconds,
+            gather_s=gathering.seconds,
+            changed=sum(len(change.indices) for change in changes),
+            compared=compared,
+            sums=self._sums(),
+        )
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes on rank 0."""
+        if self.world == 1:
+            return [mine]
+        sizes: list[Any] = [None] * self.world
+        dist.all_gather_object(sizes, len(mine))
+        if self.rank != 0:
+            dist.send(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device), dst=0)
+            return []
+        others = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes[1:]]
+        for owner, buffer in enumerate(others, 1):
+            dist.recv(buffer, src=owner)
+        return [mine, *(buffer.cpu().numpy().tobytes() for buffer in others)]
+
+    def send_message(self, plan: SyncPlan) -> SendReport:
+        """Send the encoded message over the link."""
+        if plan.senders != (0,):
+            self._share_message(plan)
+        if self.rank not in plan.senders:
+            return SendReport()
+        assert self._message is not None and self._message.numel() == plan.message_bytes
+        message, transfer = self._message, _Timer()
+        sending = _Sending(self._outlets[plan.link], transfer)
+        sending.attempt(lambda outlet: outlet.begin(plan, self.manifest, ()))
+        sending.send(0, message)
+        sending.finish()
+        if sending.failure:
+            self.close(plan.link)
+            raise SyncRefusedError("broken", f"a {plan.mode} could not be sent to all engines: {sending.failure}")
+        return SendReport(bytes=message.numel(), transfer_s=transfer.seconds)
+
+    def _share_message(self, plan: SyncPlan) -> None:
+        if self._message is None:
+            self._message = torch.empty(plan.message_bytes, dtype=torch.uint8, device=self.device)
+        dist.broadcast(self._message, src=0)
+
+    def forget_delta(self) -> None:
+        """The encoded delta is not sent; a full sync follows."""
+        self._message = None
+        if self._baseline is not None:
+            self._baseline.forget_pending()
+
+    @torch.no_grad()
+    def advance(self, version: int) -> None:
+        """Every live engine acknowledged ``version``."""
+        self._message = None
+        if self._baseline is not None:
+            self._baseline.advance()
+        for outlet in self._outlets.values():
+            outlet.acknowledge(version)
+
+
+class _Sending:
+    """The sends of one sync on rank 0 (``outlet`` None: another rank). After a failure nothing more is sent; its text is kept, not
+    the exception, which would keep the link alive."""
+
+    def __init__(self, outlet: Outlet | None, timer: _Timer) -> None:
+        self._outlet, self._timer = outlet, timer
+        self._waits: dict[int, Callable[[], None]] = {}
+        self.failure = ""
+
+    def attempt(self, call: Callable[[Outlet], Any]) -> Any:
+        if self._outlet is None or self.failure:
+            return None
+        with self._timer:
+            try:
+                return call(self._outlet)
+            except Exception as error:  # noqa: BLE001 - reported when all ranks have done their part
+                self.failure = str(error) if isinstance(error, InfrastructureError) else f"{type(error).__name__}: {error}"
+        return None
+
+    def send(self, number: int, buffer: torch.Tensor) -> None:
+        wait = self.attempt(lambda outlet: outlet.send(buffer))
+        if wait is not None:
+            self._waits[number] = wait
+
+    def wait_for(self, number: int) -> None:
+        wait = self._waits.pop(number, None)
+        if wait is not None:
+            self.attempt(lambda _: wait())
+
+    def finish(self) -> None:
+        for number in sorted(self._waits):
+            self.wait_for(number)
+        self.attempt(lambda outlet: outlet.finish())
