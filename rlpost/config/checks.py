@@ -43,7 +43,8 @@ AT_LEAST_ONE = (
     "evaluation.prompts", "evaluation.samples", "evaluation.max_new_tokens", "checkpoint.keep", "observe.rollouts_every",
 )  # fmt: skip
 AT_LEAST_ZERO = (
-    "seed", "algorithm.clip_high", "algorithm.kl_coefficient", "schedule.max_staleness", "training.optimizer.weight_decay",
+    "seed", "training.lora.rank", "algorithm.clip_high", "algorithm.kl_coefficient", "schedule.max_staleness",
+    "training.optimizer.weight_decay",
     "training.optimizer.clip_norm", "training.optimizer.warmup_steps", "engine.max_restarts", "placement.trainer_cpus",
     "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every", "checkpoint.max_restarts",
     "weights.max_consecutive_fallbacks",
@@ -51,12 +52,14 @@ AT_LEAST_ZERO = (
 ABOVE_ZERO = (
     "environment.timeout_s", "reward_runner.timeout_s", "schedule.rollout_timeout_s", "schedule.phase_timeout_s",
     "schedule.start_timeout_s", "training.optimizer.lr", "training.optimizer.eps", "engine.request_timeout_s",
-    "weights.timeout_s", "placement.timeout_s",
+    "weights.timeout_s", "placement.timeout_s", "training.lora.alpha",
 )  # fmt: skip
 SHARES = ("reward_runner.max_failed_fraction", "training.optimizer.final_ratio", "algorithm.clip_low")
 SHARES_ABOVE_ZERO = ("engine.gpu_memory_utilization", "evaluation.top_p", "weights.max_changed")
 BELOW_ONE = ("training.optimizer.beta1", "training.optimizer.beta2")
 TEMPERATURES = ("sampling.temperature", "evaluation.temperature")
+
+MOST_LORA_RANK = 512
 
 MOST_TEMPERATURE = 2.0
 """vLLM's SamplingParams refuse a request with a higher one: every request of the run, when Ray and the engines are already up."""
@@ -76,6 +79,10 @@ ENGINE_OWNED = {
     "distributed_executor_backend": "engine.process",
     "enable_sleep_mode": "placement.mode",
     "weight_transfer_config": "weights.transport",
+    "enable_lora": "training.lora.rank",
+    "max_loras": None,
+    "max_cpu_loras": None,
+    "max_lora_rank": "training.lora.rank",
     "seed": "seed",
     "logprobs_mode": None,
     "max_logprobs": None,
@@ -182,6 +189,7 @@ def _algorithm(config: RunConfig, device: Device) -> Iterator[str]:
             f"training.optimizer.warmup_steps={optimizer.warmup_steps} is more than the run's {total} optimizer steps, so the peak "
             f"learning rate is never reached; set it to {total} or less"
         )
+    yield from _lora(config)
     try:
         re.compile(config.training.trainable)
     except re.error as error:
@@ -189,6 +197,28 @@ def _algorithm(config: RunConfig, device: Device) -> Iterator[str]:
             f"training.trainable={config.training.trainable!r} is not a regular expression ({error}); "
             "give `all` or a pattern of parameter names"
         )
+
+
+def _lora(config: RunConfig) -> Iterator[str]:
+    lora = config.training.lora
+    if not lora.rank:
+        return
+    if config.training.trainable != "all":
+        yield (
+            f"training.trainable={config.training.trainable} with training.lora.rank={lora.rank}: only the adapters are trained; "
+            "say where they are with training.lora.targets, and set training.trainable=all"
+        )
+    if lora.sync == "adapter" and config.weights.transport == "delta":
+        yield (
+            "weights.transport=delta with training.lora.sync=adapter: adapters travel alone already, and there is nothing else to compare; "
+            "set another transport, or training.lora.sync=merged"
+        )
+    if lora.sync == "adapter" and lora.rank > MOST_LORA_RANK:
+        yield f"training.lora.rank={lora.rank}: vLLM takes at most {MOST_LORA_RANK}; lower it or set training.lora.sync=merged"
+    try:
+        re.compile(lora.targets)
+    except re.error as error:
+        yield f"training.lora.targets={lora.targets!r} is not a regular expression ({error}); give a pattern of layer names"
 
 
 def _rewards(config: RunConfig, device: Device) -> Iterator[str]:

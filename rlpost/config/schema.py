@@ -162,6 +162,22 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters: only they are trained, the model stays as it is."""
+
+    rank: int = option(0, "Rank of the adapters; 0 trains the model itself.")
+    alpha: float = option(32.0, "The adapters' output is multiplied by alpha / rank.")
+    targets: str = option(
+        r"\.(q|k|v|o|gate|up|down)_proj$", "Regular expression of the linear layers that get one, by their names in the model."
+    )
+    sync: str = option(
+        "adapter",
+        "What engines get: the adapters alone, applied beside the model (adapter), or whole weights with the adapters merged in (merged).",
+        ("adapter", "merged"),
+    )
+
+
+@dataclass
 class TrainingConfig:
     """The trainer ranks."""
 
@@ -178,6 +194,7 @@ class TrainingConfig:
     reshard_after_forward: bool = option(True, "Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2).")
     logprob_chunk_tokens: int = option(2048, "Tokens whose vocabulary logits are held at once.")
     threads: int = option(1, "CPU threads of a rank.")
+    lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")
     optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW and its schedule.")
 
 

@@ -188,6 +188,7 @@ def sync_settings(config: RunConfig, derived: Derived, model_path: str, run_dir:
     return SyncSettings(
         carrier=derived.weight_carrier,
         deltas=derived.weight_deltas,
+        adapters=config.training.lora.rank > 0 and config.training.lora.sync == "adapter",
         engine_dtype=derived.dtype,
         bucket_bytes=weights.bucket_mib << 20,
         timeout_s=weights.timeout_s,
@@ -243,6 +244,7 @@ def engine_settings(config: RunConfig, derived: Derived, model_path: str, index:
         threads=engine.threads,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
+        lora_rank=config.training.lora.rank if config.training.lora.sync == "adapter" else 0,
         pause=config.weights.pause,
         extra=dict(engine.extra),
     )

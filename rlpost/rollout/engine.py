@@ -35,6 +35,9 @@ from rlpost.weights.links import LinkSettings
 UNDEFINED_VERSION = -1
 """Stamped on tokens that are sampled between a sync that broke off and the next one that succeeds."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's adapter buffers."""
+
 STAGE_POLL_S = 0.005
 """How often the actor asks its workers whether a staged message has come."""
 
@@ -59,6 +62,8 @@ class EngineSettings:
     threads: int = 1
     seed: int = 0
     trust_remote_code: bool = False
+    lora_rank: int = 0
+    """Rank of the LoRA adapter that comes from the trainer; 0 has none."""
     pause: str = "keep"
     """What a weight sync does to running requests: ``keep``, ``drain`` or ``abort``."""
     live_weights: bool = True
@@ -104,6 +109,9 @@ class EngineSettings:
             "worker_extension_cls": "rlpost.weights.receiver.WorkerExtension",
             "skip_tokenizer_init": True,
         }
+        if self.lora_rank:
+            most = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), self.lora_rank)
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": most}
         if self.device == "gpu":
             # Inside a placement group vLLM would start its workers as Ray actors, in other parts' bundles.
             executor = "uni" if self.tensor_parallel == 1 else "mp"
@@ -142,6 +150,8 @@ class VllmEngine:
         self._paused_at: float | None = None
         self._syncing = asyncio.Lock()
         """One step of a weight sync at a time: one that the driver gave up may still be at work."""
+        self._adapter: Any = None
+        """vLLM's request for the adapter, once it came."""
         self._finished: asyncio.Queue[tuple[str, GenerateResult | InfrastructureError]] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -223,7 +233,9 @@ class VllmEngine:
         name = f"{request.request_id}~{attempt}"
         self._inside.add(name)
         try:
-            stream = self.llm.generate({"prompt_token_ids": list(request.tokens)}, parameters, name)
+            if self.settings.lora_rank and self._adapter is None:
+                raise InfrastructureError(f"{self.settings.name} has no adapter yet: the bare model must not sample")
+            stream = self.llm.generate({"prompt_token_ids": list(request.tokens)}, parameters, name, lora_request=self._adapter)
             [output] = [final async for final in stream]
         finally:
             self._inside.discard(name)
@@ -289,6 +301,12 @@ class VllmEngine:
             self.version = UNDEFINED_VERSION
             await self._guarded(self.llm.update_weight_version(str(UNDEFINED_VERSION)), "update_weight_version")
             receipts = await self._workers("apply", plan)
+            if plan.mode == "adapter" and self._adapter is None:
+                from vllm.lora.request import LoRARequest
+
+                from rlpost.weights.engine_adapters import ADAPTER_ID, ADAPTER_NAME
+
+                self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, "it is loaded already")
         return SyncAcknowledgement(
             engine=self.settings.name,
             version=plan.version,

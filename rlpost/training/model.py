@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlpost.config.schema import TrainingConfig
 from rlpost.training import attention
 from rlpost.training.logprob import target_logprob
+from rlpost.training.lora import add_adapters
 from rlpost.training.norm import replace_norms
 from rlpost.training.packing import MicroBatch
 from rlpost.types import ConfigError
@@ -43,10 +44,11 @@ def load_policy(
     device: torch.device,
     attention_name: str,
     trust_remote_code: bool,
+    adapters: bool = False,
 ) -> Any:
     """The model at ``path``, sharded over ``mesh`` with float32 master weights, forward in ``dtype``.
 
-    Calling it with a MicroBatch and a temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
+    With ``adapters`` it gets the LoRA adapters of ``config.lora``, and only they are trained. Calling it with a MicroBatch and a temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -67,7 +69,11 @@ def load_policy(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     replace_norms(model)
-    freeze(model, config.trainable)
+    if adapters:
+        for one in filter(None, (model, source)):
+            add_adapters(one, config.lora)
+    else:
+        freeze(model, config.trainable)
     patch_forward(model, config.logprob_chunk_tokens, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
     for layer in decoder_layers(model):

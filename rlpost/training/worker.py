@@ -63,7 +63,7 @@ class TrainerRank:
         random.seed(settings.seed + self.rank)
         np.random.seed(settings.seed + self.rank)
         torch.manual_seed(settings.seed + self.rank)
-        self.model = self._load(settings.model_path)
+        self.model = self._load(settings.model_path, adapters=settings.training.lora.rank > 0 and settings.total_updates is not None)
         self.reference = None
         if settings.keep_reference:
             self.reference = self._load(settings.reference_path or settings.model_path).requires_grad_(False)
@@ -77,7 +77,7 @@ class TrainerRank:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         return {"parameters": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}
 
-    def _load(self, path: str) -> Any:
+    def _load(self, path: str, *, adapters: bool = False) -> Any:
         settings = self.settings
         return models.load_policy(
             path,
@@ -87,6 +87,7 @@ class TrainerRank:
             device=self.device,
             attention_name=settings.attention,
             trust_remote_code=settings.trust_remote_code,
+            adapters=adapters,
         )
 
     # ---- computing -------------------------------------------------------------------------------------------------
@@ -169,10 +170,10 @@ class TrainerRank:
     # ---- weights out -----------------------------------------------------------------------------------------------
 
     def open_weights(self, engine_dtype: str, bucket_bytes: int, keep_baseline: bool) -> WeightsManifest:
-        """Prepare to send weights in ``engine_dtype``; returns what there is to send."""
+        """Prepare to send weights in ``engine_dtype``; returns what there is. LoRA adapters go alone or merged, as configured."""
         # After a forward without backward the root stays gathered: its parameters would be plain tensors on every rank.
         self.model.reshard()
-        weights = ShardedWeights(list(self.model.named_parameters()), engine_dtype, bucket_bytes)
+        weights = ShardedWeights(self.model, engine_dtype, bucket_bytes, merge_adapters=self.settings.training.lora.sync == "merged")
         self.sender = WeightSender(weights, self.device, host=_node_address(), keep_baseline=keep_baseline)
         return self.sender.manifest
 

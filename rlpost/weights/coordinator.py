@@ -29,6 +29,9 @@ GRACE_S = 30.0
 
 MODULUS = 1 << 128
 
+NO_VERSION = -1
+"""What engines say they hold between the steps of a sync."""
+
 
 @dataclass
 class _Tally:
@@ -231,6 +234,8 @@ class WeightSync:
         assert self._policy is not None
         mode, changed = self._policy.mode(), float("nan")
         size = 0
+        if mode == "adapter":
+            size = await self._encode_adapter(self._policy.verify(mode), tally)
         if mode == "delta":
             reports = await self.trainers.call("weights", "encode_delta", self._policy.verify("delta"))
             compared = sum(report.compared for report in reports)
@@ -261,15 +266,35 @@ class WeightSync:
             return {**self._failures(error.culprits), **await self._transfer(plan, rest, tally)}
         senders = tuple(indices) if self.settings.shared_gpu and self.settings.carrier == "ipc" else (0,)
         plan = replace(plan, link=link, senders=senders)
-        moving = await (self._move_message if plan.mode == "delta" else self._move_weights)(plan, indices, tally, started)
+        if plan.mode in ("delta", "adapter"):
+            moving = await self._move_message(plan, indices, tally, started)
+        elif self.settings.adapters:
+            moving = await self._move_weights_and_adapter(plan, indices, tally, started)
+        else:
+            moving = await self._move_weights(plan, indices, tally, started)
         outcomes = await self._commit(plan, moving, tally)
         failed = self._failures(outcomes)
         if failed or any(isinstance(outcome, Exception) for outcome in outcomes.values()):
             await self._drop(indices)
         return failed
 
+    async def _encode_adapter(self, verify: bool, tally: _Tally) -> int:
+        reports = await self.trainers.call("weights", "encode_adapter", verify)
+        tally.add_reports(reports)
+        size: int = reports[0].bytes
+        tally.bytes -= size  # counted when it is sent
+        return size
+
+    async def _move_weights_and_adapter(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
+        """The weights under an adapter, then the adapter, in one pause; what is proven covers both."""
+        applied = await self._move_weights(replace(plan, verify=False), indices, tally, started)
+        ready = [index for index, answer in applied.items() if not isinstance(answer, Exception)]
+        size = await self._encode_adapter(plan.verify, tally)
+        adapter = replace(plan, mode="adapter", base_version=NO_VERSION, message_bytes=size)
+        return {**applied, **await self._move_message(adapter, ready, tally, started)}
+
     async def _move_message(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
-        """A delta: it reaches every engine while generation goes on; then each applies it."""
+        """A delta or an adapter: it reaches every engine while generation goes on; then each applies it."""
         send = self.trainers.call("weights", "send_message", plan, timeout_s=self._patience)
         if self.carrier.live:
             sent, staged = await self._both(send, self._on(indices, "stage_weights", plan))

@@ -15,6 +15,8 @@ class SyncSettings:
     carrier: str
     """``collective``, ``ipc`` or ``disk``: what carries full syncs and deltas."""
     deltas: bool
+    adapters: bool = False
+    """LoRA adapters travel alone, beside weights that never change."""
     engine_dtype: str
     bucket_bytes: int
     timeout_s: float
@@ -44,6 +46,8 @@ class SyncPolicy:
         """What the next sync moves, as long as all engines hold the version before it."""
         if self.done == 0 or self.settings.shared_gpu:
             return "full"
+        if self.settings.adapters:
+            return "adapter"
         if self.settings.deltas and self.since_keyframe < self.settings.keyframe_every:
             return "delta"
         return self.without_delta()

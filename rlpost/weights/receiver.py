@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from rlpost.types import Layout, SyncPlan, SyncRefusedError, WeightsManifest
 from rlpost.weights import delta
 from rlpost.weights.buckets import Bucket, Piece, piece_bytes, plan_buckets, row_elements, rows_of
+from rlpost.weights.engine_adapters import install_adapter, without_adapters
 from rlpost.weights.fingerprint import TensorHashes
 from rlpost.weights.layout import LiveWeights, NotInPlaceError, find_places
 from rlpost.weights.links import Inlet, LinkSettings, carrier
@@ -157,13 +159,17 @@ class ReloadTarget:
 class WeightReceiver:
     """One worker's end: its links, what is staged, and the target."""
 
-    def __init__(self, model: Any, model_config: Any, device: torch.device, rank: int) -> None:
-        self._model, self._model_config, self._device, self._rank = model, model_config, device, rank
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._model, self._model_config = worker.model_runner.model, worker.model_runner.model_config
+        self._device, self._rank = worker.device, worker.parallel_config.rank
         self._links: dict[str, Inlet] = {}
         self._manifest: WeightsManifest | None = None
         self._target: LiveTarget | ReloadTarget | None = None
         self._staging: threading.Thread | None = None
         self._staged: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+        self._adapter: dict[str, torch.Tensor] | None = None
+        """A staged LoRA adapter."""
         self._failure: Exception | None = None
         self._sums: dict[str, int] = {}
 
@@ -171,9 +177,11 @@ class WeightReceiver:
         """Learn where the manifest's tensors live; returns this worker's layout and what it can prove."""
         self._manifest = manifest
         try:
-            check_live(self._model, self._device)
-            parameters = dict(self._model.named_parameters())
-            self._target = LiveTarget(LiveWeights(manifest, dict(parameters), find_places(manifest, parameters, self._model.load_weights)))
+            with without_adapters(self._model):
+                check_live(self._model, self._device)
+                parameters = dict(self._model.named_parameters())
+                places = find_places(manifest, parameters, self._model.load_weights)
+            self._target = LiveTarget(LiveWeights(manifest, dict(parameters), places))
         except NotInPlaceError as error:
             self._target = ReloadTarget(manifest, self._model, self._model_config, str(error))
         return {"layout": self._target.layout, "proof": self._target.proof, "why": getattr(self._target, "why", "")}
@@ -200,12 +208,15 @@ class WeightReceiver:
 
     def begin_stage(self, plan: SyncPlan) -> None:
         """Receive and decode the plan's message on a thread, beside generation."""
-        self._staged, self._failure = None, None
+        self._staged, self._adapter, self._failure = None, None, None
 
         def run() -> None:
             try:
                 [message] = [m.clone() for m in self._link(plan).stream(plan, self._known(), (), (plan.message_bytes,))]
-                self._staged = self._decode(message)
+                if plan.mode == "adapter":
+                    self._adapter = load(message.cpu().numpy().tobytes())
+                else:
+                    self._staged = self._decode(message)
             except Exception as error:  # noqa: BLE001 - raised where the stage is waited for
                 self._failure = error
 
@@ -249,6 +260,7 @@ class WeightReceiver:
         Raises SyncRefusedError; then the weights are of no version until the next full sync.
         """
         started = time.perf_counter()
+        adapter_sums: dict[str, int] = {}
         target = self._target
         assert target is not None, "describe() comes first"
         if plan.mode == "delta":
@@ -256,6 +268,11 @@ class WeightReceiver:
                 raise SyncRefusedError("broken", f"nothing is staged for version {plan.version}")
             target.patch(self._staged)
             self._staged = None
+        elif plan.mode == "adapter":
+            if self._adapter is None:
+                raise SyncRefusedError("broken", f"nothing is staged for version {plan.version}")
+            adapter_sums = install_adapter(self._worker, self._adapter)
+            self._adapter = None
         else:
             target.begin()
             try:
@@ -265,7 +282,7 @@ class WeightReceiver:
                 target.abandon()
                 raise
             target.finish()
-        self._sums = target.sums() if plan.verify else {}
+        self._sums = {**target.sums(), **adapter_sums} if plan.verify else {}
         total = sum(self._sums.values()) % (1 << 128)
         return {
             "fingerprint": f"{total:032x}" if plan.verify else "",
@@ -319,11 +336,7 @@ class WorkerExtension:
         try:
             receiver = getattr(self, "_rlpost_receiver", None)
             if receiver is None:
-                worker: Any = self
-                runner = worker.model_runner
-                receiver = self._rlpost_receiver = WeightReceiver(
-                    runner.model, runner.model_config, worker.device, worker.parallel_config.rank
-                )
+                receiver = self._rlpost_receiver = WeightReceiver(self)
             return pickle.dumps(getattr(receiver, method)(*pickle.loads(arguments)))
         except SyncRefusedError as error:
             return pickle.dumps(error)

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
 from rlpost.types import InfrastructureError, Layout, SyncPlan, SyncRefusedError
 from rlpost.weights import delta
+from rlpost.weights.adapters import adapter_tensors, hash_adapter
 from rlpost.weights.baseline import Baseline
 from rlpost.weights.buckets import Bucket, piece_bytes, plan_buckets
 from rlpost.weights.fingerprint import TensorHashes
@@ -55,7 +57,7 @@ class WeightSender:
     """One rank's part of all syncs of a run."""
 
     def __init__(self, weights: ShardedWeights, device: torch.device, *, host: str, keep_baseline: bool) -> None:
-        self.manifest, self.shards = weights.manifest, weights.shards
+        self.manifest, self.shards, self._weights = weights.manifest, weights.shards, weights
         self.rank, self.device, self.host = weights.rank, device, host
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.layouts: list[Layout] = [(None,) * len(self.manifest.names)]
@@ -103,6 +105,7 @@ class WeightSender:
 
         Then the rest is gathered all the same before the error is raised, so that the ranks stay in step.
         """
+        self._weights.refresh()
         trained_only = plan.mode == "trained"
         buckets = plan_buckets(self.manifest, trained_only=trained_only)
         self.hashes = self._begin_hashes(trained_only) if plan.verify else []
@@ -195,6 +198,7 @@ class WeightSender:
     def encode_delta(self, verify: bool) -> SendReport:
         """Compare with the baseline and encode what changed; rank 0 collects all ranks' parts as the message to send."""
         assert self._baseline is not None, "deltas are off: weights.transport is not delta"
+        self._weights.refresh()
         self.hashes = self._begin_hashes(trained_only=True) if verify else []
         encoding, gathering = _Timer(), _Timer()
         with encoding:
@@ -226,6 +230,20 @@ class WeightSender:
         for owner, buffer in enumerate(others, 1):
             dist.recv(buffer, src=owner)
         return [mine, *(buffer.cpu().numpy().tobytes() for buffer in others)]
+
+    @torch.no_grad()
+    def encode_adapter(self, verify: bool) -> SendReport:
+        """Collect the LoRA adapters as the message to send. The proof covers them and the frozen weights under them."""
+        self.hashes = self._begin_hashes(trained_only=True) if verify else []
+        gathering = _Timer()
+        with gathering:
+            tensors = adapter_tensors(self._weights.adapters, self._weights.engine_dtype)
+        if self.rank == 0:
+            for hashes in self.hashes:
+                hashes.sums.update(hash_adapter(tensors))
+            self._message = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8).to(self.device)
+        size = self._message.numel() if self._message is not None else 0
+        return SendReport(bytes=size, gather_s=gathering.seconds, sums=self._sums())
 
     def send_message(self, plan: SyncPlan) -> SendReport:
         """Send the encoded message over the link."""

@@ -6,7 +6,7 @@ A rank's shard is a range of rows (FSDP2 shards the first dimension). Values are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from rlpost.types import WeightsManifest
+from rlpost.weights.adapters import Adapter, find_adapters
 from rlpost.weights.buckets import row_elements, rows_of
+
+ADAPTER_NAMES = ("lora_A", "lora_B")
+"""Last parts of the names of adapters' parameters (training/lora.py)."""
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements that are read, cast and compared at once: a few MiB, which stay in a CPU's cache."""
@@ -46,32 +50,47 @@ class Shard:
 
 
 class ShardedWeights:
-    """All tensors of the policy that engines get, and this rank's part of them."""
+    """All tensors of the policy that engines get, and this rank's part of them.
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]], engine_dtype: str, bucket_bytes: int) -> None:
+    A model's LoRA adapters are no tensors of the manifest: with ``merge_adapters`` they are added to the rows of their layers' weights
+    as these are read, else they are ``adapters``, which travel alone.
+    """
+
+    def __init__(self, model: Any, engine_dtype: str, bucket_bytes: int, *, merge_adapters: bool = False) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.engine_dtype = getattr(torch, engine_dtype)
+        found = find_adapters(model)
+        self.adapters = [] if merge_adapters else found
+        self.merged = found if merge_adapters else []
+        merged = {f"{adapter.layer}.weight": adapter for adapter in self.merged}
+        parameters = [(name, parameter) for name, parameter in model.named_parameters() if not name.endswith(ADAPTER_NAMES)]
+        trained = tuple(parameter.requires_grad or name in merged for name, parameter in parameters)
         cuts = [_cuts(parameter) for _, parameter in parameters]
         self.manifest = WeightsManifest(
             names=tuple(name for name, _ in parameters),
             shapes=tuple(tuple(parameter.shape) for _, parameter in parameters),
             dtypes=(engine_dtype,) * len(parameters),
             cuts=tuple(cuts),
-            trained=tuple(parameter.requires_grad for _, parameter in parameters),
+            trained=trained,
             bucket_bytes=bucket_bytes,
         )
-        dtype = getattr(torch, engine_dtype)
         self.shards = [
             Shard(
                 tensor=index,
                 shape=tuple(parameter.shape),
-                dtype=dtype,
+                dtype=self.engine_dtype,
                 start=cuts[index][self.rank],
                 stop=cuts[index][self.rank + 1],
-                trained=parameter.requires_grad,
-                rows=_reader(parameter, cuts[index][self.rank]),
+                trained=trained[index],
+                rows=_reader(parameter, cuts[index][self.rank], merged.get(name)),
             )
-            for index, (_, parameter) in enumerate(parameters)
+            for index, (name, parameter) in enumerate(parameters)
         ]
+
+    def refresh(self) -> None:
+        """Before a sync reads rows: what merged adapters need of other ranks. A collective."""
+        for adapter in self.merged:
+            adapter.gather()
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -100,11 +119,13 @@ def _local_rows(parameter: DTensor, rank: int) -> tuple[int, int]:
     return min(each, parameter.shape[0] - start), start
 
 
-def _reader(parameter: torch.Tensor, first: int) -> Callable[[int, int], torch.Tensor]:
+def _reader(parameter: torch.Tensor, first: int, adapter: Adapter | None) -> Callable[[int, int], torch.Tensor]:
     def rows(start: int, stop: int) -> torch.Tensor:
         # Asked each time: a checkpoint or an optimizer may put other storage under the parameter.
         local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         local = local.detach()
-        return local.view(1)[start - first : stop - first] if local.ndim == 0 else local[start - first : stop - first]
+        found: torch.Tensor = local.view(1) if local.ndim == 0 else local
+        mine = slice(start - first, stop - first)
+        return found[mine] if adapter is None else found[mine] + adapter.update(mine)
 
     return rows

@@ -1,0 +1,50 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, equation 3): y = W x + (alpha / rank) B A x, with W frozen.
+
+A layer is changed in place, so that W keeps its name, and A and B stand beside it: ``...q_proj.weight``, ``...q_proj.lora_A``,
+``...q_proj.lora_B``. Sharding, checkpoints and weight sync then see three parameters like any others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from rlpost.config.schema import LoraConfig
+from rlpost.types import ConfigError
+
+
+class LoraLinear(torch.nn.Linear):
+    """A linear layer with an adapter. ``lora_A`` [rank, in], ``lora_B`` [out, rank], ``scaling`` alpha / rank."""
+
+    lora_A: torch.nn.Parameter
+    lora_B: torch.nn.Parameter
+    scaling: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The frozen layer's output plus the adapter's."""
+        low_rank = functional.linear(functional.linear(input, self.lora_A), self.lora_B)
+        return functional.linear(input, self.weight, self.bias) + self.scaling * low_rank
+
+
+def add_adapters(model: Any, config: LoraConfig) -> None:
+    """Freeze the model and give every linear layer that ``config.targets`` matches an adapter that changes nothing yet (B is 0)."""
+    pattern = re.compile(config.targets)
+    model.requires_grad_(False)
+    layers = [(name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear and pattern.search(name)]
+    if not layers:
+        names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+        raise ConfigError(
+            f"training.lora.targets={config.targets!r} matches no linear layer; their names look like {names[:1] + names[-1:]}"
+        )
+    for _, module in layers:
+        layer: Any = module
+        layer.__class__ = LoraLinear
+        layer.scaling = config.alpha / config.rank
+        first = torch.empty(config.rank, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
+        torch.nn.init.kaiming_uniform_(first, a=math.sqrt(5))  # the usual start of A
+        layer.lora_A = torch.nn.Parameter(first)
+        layer.lora_B = torch.nn.Parameter(torch.zeros(layer.out_features, config.rank, dtype=first.dtype, device=first.device))
