@@ -16,8 +16,12 @@ from rlpost.types import ConfigError, RlpostError
 
 EXIT_OK, EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
-DESCRIPTION = """Brings weights from real trainer ranks to real vLLM engines, as a run does, with each transport in turn, and says what it costs:
-seconds by stage, pause, bytes, memory. Between two syncs a share of the elements changes. The last line printed is one JSON object."""
+DESCRIPTION = """Brings weights from real trainer ranks to real vLLM engines, as a run does, with each transport in turn, and says what
+it costs: seconds by stage, pause, bytes, memory. Between two syncs a share of the elements changes, or (from-run) the consecutive
+checkpoints of a run are loaded. The last line printed is one JSON object."""
+
+USAGE = """python -m rlpost.bench sync --model PATH_OR_SHAPE [options]
+       python -m rlpost.bench sync [options] from-run RUN_DIRECTORY"""
 
 EXAMPLES = """examples:
   python -m rlpost.bench sync --model 25m                                        every transport, 1 % changed
@@ -35,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     sync = commands.add_parser(
         "sync", help="weight sync, by transport", description=DESCRIPTION, epilog=EXAMPLES,
-        usage="python -m rlpost.bench sync --model PATH_OR_SHAPE [options]\n       python -m rlpost.bench sync [options] from-run RUN_DIRECTORY",
+        usage=USAGE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     sync.add_argument(
@@ -101,7 +105,8 @@ def bench_sync(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more")
     plan.check_changed(options.changed)
     plan.check_json(options.json)
-    checkpoints, name, trainable = (), options.model, options.trainable
+    checkpoints: tuple[str, ...] = ()
+    name, trainable = options.model, options.trainable
     if options.from_run is not None:
         checkpoints = tuple(str(directory.absolute()) for directory in plan.find_checkpoints(options.from_run))
         of_run, trained = plan.run_model(options.from_run)
@@ -124,8 +129,8 @@ def bench_sync(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         say(f"building a model of shape {model.shape}, once")
         model = replace(model, path=str(shapes.build(model.shape)))
     settings = plan.BenchSettings(
-        model=model.label, model_path=model.path, transports=transports, explicit=explicit, carrier=options.carrier, engines=options.engines,
-        ranks=options.ranks, dtype=options.dtype, device=device, bucket_mib=options.bucket_mib, repeats=options.repeats,
+        model=model.label, model_path=model.path, transports=transports, explicit=explicit, carrier=options.carrier,
+        engines=options.engines, ranks=options.ranks, dtype=options.dtype, device=device, bucket_mib=options.bucket_mib, repeats=options.repeats,
         changed=None if checkpoints else options.changed, checkpoints=checkpoints, trainable=trainable or "all",
         directory=directory if "://" in directory else str(Path(directory).absolute()), logs=str(scratch / "logs"),
     )  # fmt: skip

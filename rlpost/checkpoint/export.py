@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rlpost.weights.shards import ADAPTER_NAMES
+
 MODEL_PREFIX = "model."
 """Where the checkpoint keeps the model's tensors."""
 
@@ -27,8 +29,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str) -> None:
 
     from rlpost.models.embedded import local_model
 
-    run_dir = checkpoint.parent.parent
-    source = local_model(str(OmegaConf.load(run_dir / "config.yaml").model.path))
+    config = OmegaConf.load(checkpoint.parent.parent / "config.yaml")
+    source = local_model(str(config.model.path))
     reader = dcp.FileSystemReader(str(checkpoint / "tensors"))
     stored = reader.read_metadata().state_dict_metadata
     state = {
@@ -40,10 +42,24 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str) -> None:
         warnings.simplefilter("ignore")  # that there are no other ranks is what is meant
         dcp.load(state, storage_reader=reader, no_dist=True)
     tensors = [(name.removeprefix(MODEL_PREFIX), tensor) for name, tensor in state.items()]
-    config = _model_config(source)
-    if config.get("tie_word_embeddings"):
+    if rank := OmegaConf.select(config, "training.lora.rank", default=0):
+        tensors = merge_adapters(dict(tensors), config.training.lora.alpha / rank)
+    if _model_config(source).get("tie_word_embeddings"):
         tensors = [(name, tensor) for name, tensor in tensors if name != "lm_head.weight"]
     export_model(directory, tensors, Path(source), getattr(torch, dtype))
+
+
+def merge_adapters(tensors: dict[str, torch.Tensor], scaling: float) -> list[tuple[str, torch.Tensor]]:
+    """The layers' weights with their LoRA adapters added (W + scaling B A), without the adapters."""
+    merged = []
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        if name.endswith(ADAPTER_NAMES):
+            continue
+        if f"{layer}.lora_A" in tensors:
+            tensor = tensor + scaling * (tensors[f"{layer}.lora_B"] @ tensors[f"{layer}.lora_A"])
+        merged.append((name, tensor))
+    return merged
 
 
 def _model_config(source: str) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def load_policy(
 ) -> Any:
     """The model at ``path``, sharded over ``mesh`` with float32 master weights, forward in ``dtype``.
 
-    With ``adapters`` it gets the LoRA adapters of ``config.lora``, and only they are trained. Calling it with a MicroBatch and a temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
+    With ``adapters`` it gets the LoRA adapters of ``config.lora``, and only they are trained. Calling it with a MicroBatch and a
+    temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging

@@ -105,7 +105,7 @@ class BareMember:
 
 
 def moved(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """New values, each with other bits than before in bfloat16 too, and near enough that doing it often leads nowhere. Zeros become small."""
+    """New values, each with other bits than before in bfloat16 too; doing it often does not lead away. Zeros become small numbers."""
     factor = 1.25 + 0.5 * torch.rand(values.shape, generator=generator, device=values.device)
     away = torch.where(values.abs() < 1, values * factor, values / factor)
     return torch.where(values == 0, 1e-3 * factor, away)

@@ -148,8 +148,8 @@ COLUMNS: list[tuple[str, Cell]] = [
 ]
 
 LEGEND = """seconds of a sync, of its longest pause, and of its parts, which overlap; MB and GB/s: what moved, and that over the seconds;
-x copy: the seconds over those of a plain memory copy of the same bytes; of bare: throughput over that of a bare broadcast of the same
-bytes; first: the first sync, full; trainer+, engine+: GiB above what rank 0 (an engine) held before this transport (-: cannot be told)"""
+x copy: the seconds over those of a plain memory copy of the same weights; of bare: throughput over that of a bare broadcast of the
+same bytes; first: the first sync, full; trainer+, engine+: GiB above what rank 0 (an engine) held before this transport"""
 
 
 def format_result(found: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from rlpost.types import InfrastructureError, SyncReport
 from rlpost.weights.bench_actors import MeasuredEngine, MeasuredRankActor
 from rlpost.weights.bench_links import Transport, sync_settings
 from rlpost.weights.bench_plan import BenchSettings, names_of
+from rlpost.weights.buckets import DTYPE_BYTES
 
 MODEL_LEN = 128
 """Tokens of a sequence: nothing is sampled, and the engine's own memory is not what is measured."""
@@ -44,7 +45,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One measured sync and what was measured beside it. ``step`` names what changed: a round, or a transition between checkpoints."""
+    """One measured sync and what was measured beside it. ``step`` names what changed: a round, or a transition between checkpoints.
+
+    ``copy_s`` is of the weights that the sync brought up to date: what it moved, and for a delta all that training changes.
+    """
 
     step: str
     report: SyncReport
@@ -52,7 +56,7 @@ class Turn:
     bare_s: float | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Series:
     """All that is known of one transport. Memory in GiB, None where it cannot be told."""
 
@@ -92,7 +96,7 @@ async def _measure(settings: BenchSettings, say: Say) -> Measured:
         say(f"Ray on {where['where']}; starting {settings.ranks} trainer rank(s) and {settings.engines} engine(s)")
         trainers, engines, size = await _start_parts(settings, where["resources"], stack)
         say(f"model of {size['parameters']:,} parameters, {size['trained']:,} trained; all parts are up")
-        bench = _Bench(settings, trainers, engines, say)
+        bench = _Bench(settings, trainers, engines, size["trained"], say)
         await bench.connect()
         if settings.checkpoints:
             await bench.replay()
@@ -185,8 +189,9 @@ def engine_settings(settings: BenchSettings, index: int) -> EngineSettings:
 class _Bench:
     """All transports on one set of parts. ``version`` counts the syncs of all of them."""
 
-    def __init__(self, settings: BenchSettings, trainers: TrainerGroup, engines: EnginePool, say: Say) -> None:
+    def __init__(self, settings: BenchSettings, trainers: TrainerGroup, engines: EnginePool, trained: int, say: Say) -> None:
         self.settings, self.trainers, self.engines, self.say = settings, trainers, engines, say
+        self.trained_bytes = trained * DTYPE_BYTES[settings.dtype]
         self.version = 0
         self.changes = 0
         self.transports: list[Transport] = []
@@ -221,7 +226,12 @@ class _Bench:
         after = await self._gauge("settle")
         kept = [b - a if a is not None and b is not None else None for a, b in zip(before, after, strict=True)]
         self.transports.append(transport)
-        self.series.append(Series(transport.name, transport.carrier, connect_s, report, *kept))
+        self.series.append(
+            Series(
+                transport=transport.name, carrier=transport.carrier, connect_s=connect_s, first=report, kept_trainer_gib=kept[0],
+                kept_engine_gib=kept[1],
+            )
+        )  # fmt: skip
         self.say(f"{transport.name}: connected in {connect_s:.2f} s, first sync {report.seconds:.2f} s")
 
     async def rounds(self) -> None:
@@ -261,7 +271,7 @@ class _Bench:
     async def _take_turn(self, index: int, step: str) -> None:
         transport, series = self.transports[index], self.series[index]
         report = await self._sync(transport)
-        copy_s = (await self.trainers.call("copy_seconds", report.bytes))[0]
+        copy_s = (await self.trainers.call("copy_seconds", self.trained_bytes if report.mode == "delta" else report.bytes))[0]
         bare_s = await self._bare_broadcast(report.bytes) if transport.name == "collective" and self.settings.device == "cpu" else None
         series.turns.append(Turn(step=step, report=report, copy_s=copy_s, bare_s=bare_s))
         self.say(f"{step}: {transport.name} {report.mode} {report.seconds:.3f} s, paused {report.paused_s:.3f} s, {report.bytes:,} bytes")
