@@ -129,11 +129,23 @@ def bench_sync(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         say(f"building a model of shape {model.shape}, once")
         model = replace(model, path=str(shapes.build(model.shape)))
     settings = plan.BenchSettings(
-        model=model.label, model_path=model.path, transports=transports, explicit=explicit, carrier=options.carrier,
-        engines=options.engines, ranks=options.ranks, dtype=options.dtype, device=device, bucket_mib=options.bucket_mib, repeats=options.repeats,
-        changed=None if checkpoints else options.changed, checkpoints=checkpoints, trainable=trainable or "all",
-        directory=directory if "://" in directory else str(Path(directory).absolute()), logs=str(scratch / "logs"),
-    )  # fmt: skip
+        model=model.label,
+        model_path=model.path,
+        transports=transports,
+        explicit=explicit,
+        carrier=options.carrier,
+        engines=options.engines,
+        ranks=options.ranks,
+        dtype=options.dtype,
+        device=device,
+        bucket_mib=options.bucket_mib,
+        repeats=options.repeats,
+        changed=None if checkpoints else options.changed,
+        checkpoints=checkpoints,
+        trainable=trainable or "all",
+        directory=directory if "://" in directory else str(Path(directory).absolute()),
+        logs=str(scratch / "logs"),
+    )
     from rlpost.weights.bench_report import format_result, result
     from rlpost.weights.bench_sync import measure
 

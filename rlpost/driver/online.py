@@ -222,7 +222,7 @@ class OnlineRun:
         if not every or (self.step % every and self.step != self.config.schedule.steps):
             return
         with self.clock.phase("evaluate"):
-            metrics, _ = await evaluate(
+            metrics, groups = await evaluate(
                 self.parts.evaluation,
                 self.inputs.held_out,
                 step=self.step,
@@ -230,6 +230,7 @@ class OnlineRun:
                 lost=self.parts.engines.lost,
                 repair=self.repair_engines,
             )
+        self.rollouts.write(self.step, groups, kind="evaluation")
         if self.step == 0:
             self.trackers.log(metrics, 0)
         else:

@@ -192,6 +192,7 @@ def sync_settings(config: RunConfig, derived: Derived, model_path: str, run_dir:
         engine_dtype=derived.dtype,
         bucket_bytes=weights.bucket_mib << 20,
         timeout_s=weights.timeout_s,
+        drain_s=config.engine.request_timeout_s if weights.pause == "drain" else 0.0,
         backend=derived.weight_backend,
         directory=weights.directory or str((run_dir / "weights").absolute()),
         model_path=model_path,

@@ -1,5 +1,7 @@
 """The trajectories of a step on disk: ``RUN/rollouts/step_000012.jsonl`` or ``.parquet``, one row a trajectory.
 
+Those of an evaluation stand beside them as ``evaluation_000040.jsonl``.
+
 A row (the same in both formats once read by :func:`read_rollouts`):
 
     step, group_id, trajectory_id, prompt_id     who it is
@@ -41,15 +43,15 @@ class RolloutWriter:
         self._dir = run_dir / ROLLOUTS_DIR
         self._fmt = fmt
 
-    def write(self, step: int, groups: Sequence[Group]) -> Path | None:
-        """Write the trajectories of ``step`` and return the file (None when the format is ``none``).
+    def write(self, step: int, groups: Sequence[Group], kind: str = "step") -> Path | None:
+        """Write the trajectories of ``step`` (or, as ``kind``, of the ``evaluation`` after it); returns the file (None: format ``none``).
 
         The file appears complete or not at all; a file of the same step (redone after a resume) is replaced.
         """
         if self._fmt == "none":
             return None
         self._dir.mkdir(parents=True, exist_ok=True)
-        path = self._dir / f"step_{step:06d}.{self._fmt}"
+        path = self._dir / f"{kind}_{step:06d}.{self._fmt}"
         temporary = self._dir / f".{path.name}.writing-{os.getpid()}"
         rows = (_row(step, group, trajectory) for group in groups for trajectory in group.trajectories)
         try:

@@ -338,13 +338,18 @@ class VllmEngine:
                 f"{self.settings.name} has {has}; the {plan.mode} to version {plan.version} is for version {plan.base_version}",
             )
 
+    async def drain(self) -> None:
+        """Let running requests finish and no new one in, until the sync is committed or :meth:`resume`."""
+        self._open.clear()
+        await self._until_empty()
+
     async def _pause(self) -> None:
         """Stop sampling as ``settings.pause`` says, and forget all KV of the old weights."""
         mode = self.settings.pause
-        if mode != "keep":
-            self._open.clear()
         if mode == "drain":
-            await self._until_empty()
+            await self.drain()
+        elif mode == "abort":
+            self._open.clear()
         self._paused_at = self._paused_at or time.perf_counter()
         # Not AsyncLLM.pause_generation, which then waits 20 ms for the look of it. Frozen requests go on with the new weights;
         # without clearing the cache they would go on with old KV.

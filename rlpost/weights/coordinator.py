@@ -101,8 +101,9 @@ class WeightSync:
         settings = self.settings
         arguments = (settings.engine_dtype, settings.bucket_bytes, settings.deltas)
         self._manifest = (await self.trainers.call("open_weights", *arguments))[0]
-        self._policy = SyncPolicy(settings, frozen=not all(self._manifest.trained))
         await self._describe(range(len(self.engines.settings)))
+        # A reload through the engine's loader needs every tensor.
+        self._policy = SyncPolicy(settings, frozen=not all(self._manifest.trained) and self.proof == "live")
 
     async def _describe(self, indices: Sequence[int]) -> None:
         """Learn the layouts of these engines' workers. Raises InfrastructureError when deltas cannot be applied there."""
@@ -112,11 +113,14 @@ class WeightSync:
             if isinstance(answer, Exception):
                 raise answer
             for worker in answer:
-                if worker["proof"] != "live" and self.settings.deltas:
+                if worker["proof"] != "live" and (self.settings.deltas or self.settings.adapters):
                     name = self.engines.settings[index].name
+                    what, instead = ("weights.transport=delta", "weights.transport=collective")
+                    if self.settings.adapters:
+                        what, instead = ("training.lora.sync=adapter", "training.lora.sync=merged")
                     raise InfrastructureError(
-                        f"weights.transport=delta needs engines whose weights can be changed in place, but {name} cannot: "
-                        f"{worker['why']}; use weights.transport=collective"
+                        f"{what} needs engines whose weights lie as they are loaded, but those of {name} do not: "
+                        f"{worker['why']}; use {instead}"
                     )
                 if worker["layout"] not in self._layouts:
                     self._layouts.append(worker["layout"])
@@ -304,11 +308,16 @@ class WeightSync:
         if not isinstance(sent, Exception):
             tally.add_reports(sent)
         tally.stage_s = time.perf_counter() - started
+        staged |= await self._drained([index for index, answer in staged.items() if not isinstance(answer, Exception)])
         ready = [index for index, answer in staged.items() if not isinstance(answer, Exception)]
         return {**staged, **await self._on(ready, "apply_weights", plan)}
 
     async def _move_weights(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
         """All weights: engines load what comes while they are paused, or, from a directory, when all of it is there."""
+        drained = await self._drained(indices)
+        if any(isinstance(answer, Exception) for answer in drained.values()):
+            # Nobody may wait in a broadcast for an engine that does not come.
+            return {index: answer or SyncRefusedError("broken", "another engine did not drain") for index, answer in drained.items()}
         send = self.trainers.call("weights", "send_weights", plan, timeout_s=self._patience)
         if self.carrier.live:
             tally.stage_s = time.perf_counter() - started
@@ -320,6 +329,12 @@ class WeightSync:
         if not isinstance(sent, Exception):
             tally.add_reports(sent)
         return applied
+
+    async def _drained(self, indices: Sequence[int]) -> dict[int, Any]:
+        """With weights.pause=drain: all these engines have finished their requests. By engine: None, or the error."""
+        if self.settings.drain_s <= 0:
+            return {}
+        return await self.engines.outcomes("drain", dict.fromkeys(indices, ()), timeout_s=self.settings.drain_s + GRACE_S)
 
     async def _on(self, indices: Sequence[int], method: str, plan: SyncPlan) -> dict[int, Any]:
         return await self.engines.outcomes(method, dict.fromkeys(indices, (plan,)), timeout_s=self._patience)

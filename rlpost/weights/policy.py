@@ -20,6 +20,8 @@ class SyncSettings:
     engine_dtype: str
     bucket_bytes: int
     timeout_s: float
+    drain_s: float = 0.0
+    """Above 0: engines finish their running requests before a sync, and have this long for it."""
     backend: str = "gloo"
     directory: str = ""
     model_path: str = ""

@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -156,6 +157,17 @@ class ReloadTarget:
         return self._hashes.sums
 
 
+@dataclass
+class _Stage:
+    """A message on its way or here. One that was given up may still be written to by its thread; nobody reads it then."""
+
+    version: int
+    changes: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    adapter: dict[str, torch.Tensor] | None = None
+    failure: Exception | None = None
+    thread: threading.Thread | None = None
+
+
 class WeightReceiver:
     """One worker's end: its links, what is staged, and the target."""
 
@@ -166,11 +178,7 @@ class WeightReceiver:
         self._links: dict[str, Inlet] = {}
         self._manifest: WeightsManifest | None = None
         self._target: LiveTarget | ReloadTarget | None = None
-        self._staging: threading.Thread | None = None
-        self._staged: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
-        self._adapter: dict[str, torch.Tensor] | None = None
-        """A staged LoRA adapter."""
-        self._failure: Exception | None = None
+        self._stage: _Stage | None = None
         self._sums: dict[str, int] = {}
 
     def describe(self, manifest: WeightsManifest) -> dict[str, Any]:
@@ -188,8 +196,6 @@ class WeightReceiver:
 
     def enter(self, settings: LinkSettings, first_rank: int) -> None:
         """Join a link as member ``first_rank`` plus this worker's own rank; a former one of its name is given up."""
-        from dataclasses import replace
-
         self.leave(settings.name)
         self._links[settings.name] = carrier(settings.carrier).enter(replace(settings, rank=first_rank + self._rank), self._device)
 
@@ -208,28 +214,28 @@ class WeightReceiver:
 
     def begin_stage(self, plan: SyncPlan) -> None:
         """Receive and decode the plan's message on a thread, beside generation."""
-        self._staged, self._adapter, self._failure = None, None, None
+        stage = self._stage = _Stage(plan.version)
 
         def run() -> None:
             try:
                 [message] = [m.clone() for m in self._link(plan).stream(plan, self._known(), (), (plan.message_bytes,))]
                 if plan.mode == "adapter":
-                    self._adapter = load(message.cpu().numpy().tobytes())
+                    stage.adapter = load(message.cpu().numpy().tobytes())
                 else:
-                    self._staged = self._decode(message)
+                    stage.changes = self._decode(message)
             except Exception as error:  # noqa: BLE001 - raised where the stage is waited for
-                self._failure = error
+                stage.failure = error
 
-        self._staging = threading.Thread(target=run, name="weights-stage", daemon=True)
-        self._staging.start()
+        stage.thread = threading.Thread(target=run, name="weights-stage", daemon=True)
+        stage.thread.start()
 
     def stage_done(self) -> bool:
         """True when the stage ended well; raises what ended it otherwise."""
-        assert self._staging is not None, "begin_stage() comes first"
-        if self._staging.is_alive():
+        assert self._stage is not None and self._stage.thread is not None, "begin_stage() comes first"
+        if self._stage.thread.is_alive():
             return False
-        if self._failure is not None:
-            raise self._failure
+        if self._stage.failure is not None:
+            raise self._stage.failure
         return True
 
     def _known(self) -> WeightsManifest:
@@ -263,16 +269,14 @@ class WeightReceiver:
         adapter_sums: dict[str, int] = {}
         target = self._target
         assert target is not None, "describe() comes first"
-        if plan.mode == "delta":
-            if self._staged is None:
+        if plan.mode in ("delta", "adapter"):
+            stage, self._stage = self._stage, None
+            if stage is None or stage.version != plan.version or (stage.changes is None and stage.adapter is None):
                 raise SyncRefusedError("broken", f"nothing is staged for version {plan.version}")
-            target.patch(self._staged)
-            self._staged = None
-        elif plan.mode == "adapter":
-            if self._adapter is None:
-                raise SyncRefusedError("broken", f"nothing is staged for version {plan.version}")
-            adapter_sums = install_adapter(self._worker, self._adapter)
-            self._adapter = None
+            if stage.changes is not None:
+                target.patch(stage.changes)
+            if stage.adapter is not None:
+                adapter_sums = install_adapter(self._worker, stage.adapter)
         else:
             target.begin()
             try:
