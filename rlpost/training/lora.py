@@ -31,17 +31,27 @@ class LoraLinear(torch.nn.Linear):
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Freeze the model and give every linear layer that ``config.targets`` matches an adapter that changes nothing yet (B is 0)."""
+    """Freeze the model and give every linear layer that ``config.targets`` matches an adapter that changes nothing yet (B is 0).
+
+    Raises ConfigError when it matches none, or the output layer, whose weight the trainer uses without calling the layer.
+    """
     pattern = re.compile(config.targets)
     model.requires_grad_(False)
-    layers = [(name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear and pattern.search(name)]
-    if not layers:
-        names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    linear: dict[str, Any] = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    chosen = {name: module for name, module in linear.items() if pattern.search(name)}
+    for name, module in chosen.items():
+        if module is output:
+            raise ConfigError(
+                f"training.lora.targets={config.targets!r} matches {name}, the output layer, which cannot have an adapter; "
+                "give a pattern that leaves it out"
+            )
+    if not chosen:
+        names = [name for name, module in linear.items() if module is not output]
         raise ConfigError(
             f"training.lora.targets={config.targets!r} matches no linear layer; their names look like {names[:1] + names[-1:]}"
         )
-    for _, module in layers:
-        layer: Any = module
+    for layer in chosen.values():
         layer.__class__ = LoraLinear
         layer.scaling = config.alpha / config.rank
         first = torch.empty(config.rank, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)

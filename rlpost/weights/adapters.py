@@ -18,6 +18,9 @@ from rlpost.weights.fingerprint import MODULUS, raw_bytes
 
 PREFIX = "base_model.model."
 
+BLOCK_ROWS = 64
+"""Rows of B that are multiplied by A at once."""
+
 
 @dataclass
 class Adapter:
@@ -34,10 +37,22 @@ class Adapter:
         self._gathered = whole_tensor(self.first)
 
     def update(self, local_rows: slice) -> torch.Tensor:
-        """What the adapter adds to rows of this rank's shard of the weight ``[rows, in]``."""
+        """What the adapter adds to rows of this rank's shard of the weight ``[rows, in]``.
+
+        A row has the same bits whatever rows it is read with: a full sync and a delta's baseline cut them differently. As a product's
+        rounding depends on its shape, every row is made in the same block of the shard, and all blocks have the same shape.
+        """
         assert self._gathered is not None, "gather() comes first"
-        second = self.second._local_tensor if isinstance(self.second, DTensor) else self.second
-        return self.scaling * (second.detach()[local_rows] @ self._gathered)
+        second = (self.second._local_tensor if isinstance(self.second, DTensor) else self.second).detach()
+        start, stop = local_rows.start, local_rows.stop
+        begin, end = start // BLOCK_ROWS * BLOCK_ROWS, -(-stop // BLOCK_ROWS) * BLOCK_ROWS
+        padded = second.new_zeros(end - begin, second.shape[1])
+        padded[: second.shape[0] - begin] = second[begin:end]
+        product = padded.new_empty(end - begin, self._gathered.shape[1])
+        for row in range(0, end - begin, BLOCK_ROWS):
+            block = slice(row, row + BLOCK_ROWS)
+            torch.matmul(padded[block], self._gathered, out=product[block])
+        return self.scaling * product[start - begin : stop - begin]
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Where an engine keeps each of the trainer's tensors, learnt from the engine's own loader, and read and written in place.
 
 Engines fuse parameters (query, key and value in one), cut them over tensor-parallel workers, pad or transpose them. Instead of rules
-for each model, every tensor is loaded once as a grid of numbers 1, 2, 3 ... into a scratch copy of the parameter that it belongs to:
-where the numbers land says which part of the tensor this worker holds (its box) and the strides at which it lies. What does not land
-as a regular grid is no :class:`Place`; such a model is reloaded through the engine's loader instead.
+for each model, the loader is run once with tensors that have a shape but no memory, and its copies are watched: the two views of a copy
+say which part of the tensor this worker holds (its box), and where and at which strides it lies. A loader that computes something, or
+cuts a tensor up, gives no :class:`Place`; such a model is reloaded through the engine's loader instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpost.types import Box, Layout, WeightsManifest
 from rlpost.weights.baseline import BITS
-from rlpost.weights.buckets import row_elements
 from rlpost.weights.fingerprint import TensorHashes, within
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
-UNTOUCHED = -1
 
 
 class NotInPlaceError(Exception):
@@ -37,7 +36,7 @@ class Place:
     parameter: str
     box: Box
     offset: int
-    """First element of the view in the parameter's storage."""
+    """First element of the view, counted from the parameter's first."""
     strides: tuple[int, ...]
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -115,44 +114,77 @@ def find_places(manifest: WeightsManifest, parameters: dict[str, torch.nn.Parame
     """The place of every tensor. Raises NotInPlaceError for the first that has none, or when a parameter is filled by no tensor."""
     covered: dict[str, int] = dict.fromkeys(parameters, 0)
     places = []
-    for name, shape in zip(manifest.names, manifest.shapes, strict=True):
-        with _landing(parameters) as landed:
-            codes = torch.arange(1, 1 + row_elements((1, *shape)), dtype=torch.int64).view(shape)
+    for name, shape, dtype in zip(manifest.names, manifest.shapes, manifest.dtypes, strict=True):
+        source = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        with _watched(parameters, source) as copies:
             try:
-                load([(name, codes.to(next(iter(parameters.values())).device))])
+                load([(name, source)])
+            except NotInPlaceError:
+                raise
             except Exception as error:
                 raise NotInPlaceError(f"the engine's loader refuses {name}: {type(error).__name__}: {error}") from error
-        if len(landed) != 1:
-            raise NotInPlaceError(f"{name} goes to {len(landed)} parameters of the engine ({[parameter for parameter, _ in landed]})")
-        parameter, scratch = landed[0]
-        places.append(_place(name, shape or (1,), parameter, scratch))
-        covered[parameter] += int((scratch != UNTOUCHED).sum())
+        moved = [copy for copy in copies if copy.source is not None]
+        if len(moved) != 1:
+            raise NotInPlaceError(f"{name} goes to {len(moved)} places in the engine: {[copy.parameter for copy in moved]}")
+        places.append(_place(name, shape or (1,), moved[0], int(parameters[moved[0].parameter].storage_offset())))
+        for copy in copies:
+            covered[copy.parameter] += copy.target.numel()
     missing = [name for name, parameter in parameters.items() if covered[name] < parameter.numel()]
     if missing:
         raise NotInPlaceError(f"{len(missing)} parameters of the engine come from no tensor of the trainer, or only in part: {missing[:5]}")
     return places
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """Elements ``target`` (a view of a parameter) that a loader wrote, from ``source`` (a view of the tensor; None: a constant)."""
+
+    parameter: str
+    target: torch.Tensor
+    source: torch.Tensor | None
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes every write into the parameter that is being loaded, and does not carry it out."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        super().__init__()
+        self._source = _storage(source)
+        self.loading: tuple[str, int] = ("", 0)
+        """Name and storage of that parameter."""
+        self.copies: list[_Copy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, storage = self.loading
+        if func._schema.name not in ("aten::copy_", "aten::fill_", "aten::zero_") or _storage(args[0]) != storage:
+            return func(*args, **(kwargs or {}))
+        if func._schema.name != "aten::copy_":
+            self.copies.append(_Copy(name, args[0], None))
+        elif _storage(args[1]) == self._source:
+            self.copies.append(_Copy(name, args[0], args[1]))
+        else:
+            raise NotInPlaceError(f"what is loaded into {name} is no part of the tensor as it came, but computed from it")
+        return args[0]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
 @contextmanager
-def _landing(parameters: dict[str, torch.nn.Parameter]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """While it lasts, whatever is loaded into a parameter lands in a scratch copy of integers, listed with the parameter's name."""
+def _watched(parameters: dict[str, torch.nn.Parameter], source: torch.Tensor) -> Iterator[list[_Copy]]:
+    """While it lasts, what is loaded into parameters is listed and not written."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    landed: list[tuple[str, torch.Tensor]] = []
+    watcher = _Watcher(source)
     originals: list[tuple[torch.nn.Parameter, Any]] = []
 
     def divert(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def loader(parameter: torch.nn.Parameter, loaded: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            live, gradient = parameter.data, parameter.requires_grad
-            scratch = torch.empty_strided(live.size(), live.stride(), dtype=torch.int64, device=live.device).fill_(UNTOUCHED)
-            parameter.requires_grad = False  # integers cannot have gradients; vLLM leaves the default on norms
-            parameter.data = scratch
-            try:
+            watcher.loading = name, _storage(parameter)
+            with watcher:
                 return original(parameter, loaded, *arguments, **options)
-            finally:
-                parameter.data = live
-                parameter.requires_grad = gradient
-                landed.append((name, scratch))
 
         return loader
 
@@ -161,7 +193,7 @@ def _landing(parameters: dict[str, torch.nn.Parameter]) -> Iterator[list[tuple[s
         originals.append((parameter, original))
         parameter.weight_loader = divert(name, original or default_weight_loader)  # type: ignore[attr-defined]
     try:
-        yield landed
+        yield watcher.copies
     finally:
         for parameter, original in originals:
             if original is None:
@@ -170,35 +202,30 @@ def _landing(parameters: dict[str, torch.nn.Parameter]) -> Iterator[list[tuple[s
                 parameter.weight_loader = original  # type: ignore[attr-defined]
 
 
-def _place(name: str, shape: Sequence[int], parameter: str, scratch: torch.Tensor) -> Place:
-    """From where the numbers landed: the box, and a strided view that shows exactly the box's numbers."""
-    if scratch.numel() and _extent(scratch) != scratch.numel():
-        raise NotInPlaceError(f"{parameter} has gaps between its elements")
-    memory = torch.as_strided(scratch, (scratch.numel(),), (1,), 0)
-    positions = (memory > 0).nonzero().view(-1)
-    if not len(positions):
-        raise NotInPlaceError(f"nothing of {name} landed in {parameter}")
-    numbers = memory[positions] - 1
-    box, steps, rest = [], contiguous_strides(shape), numbers
-    for step in steps:
-        coordinate, rest = rest // step, rest % step
-        box.append((int(coordinate.min()), int(coordinate.max()) + 1))
-    sizes = [high - low for low, high in box]
-    if math.prod(sizes) != len(numbers):
-        raise NotInPlaceError(f"what landed of {name} in {parameter} is no block of it")
-    first = sum(low * step for (low, _), step in zip(box, steps, strict=True))
-    where = torch.full((int(numbers.max()) + 1,), -1, dtype=torch.int64, device=memory.device)
-    where[numbers] = positions
-    offset = int(where[first])
-    strides = tuple(int(where[first + step]) - offset if size > 1 else step for step, size in zip(steps, sizes, strict=True))
-    expected = torch.full(sizes, first + 1, dtype=torch.int64, device=memory.device)
-    for dimension, (step, size) in enumerate(zip(steps, sizes, strict=True)):
-        ramp = torch.arange(size, device=memory.device) * step
-        expected += ramp.view([-1 if d == dimension else 1 for d in range(len(sizes))])
-    if min(strides) < 0 or not torch.equal(torch.as_strided(memory, sizes, strides, offset), expected):
-        raise NotInPlaceError(f"{name} does not lie in {parameter} as a regular grid")
-    return Place(parameter, tuple(box), offset, strides)
+def _place(name: str, shape: Sequence[int], copy: _Copy, first: int) -> Place:
+    """From the two views of one copy: the box of the tensor, and where and at which strides it lies in the parameter.
 
-
-def _extent(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ``first`` is where the parameter begins in its storage.
+    """
+    source, target = copy.source, copy.target
+    assert source is not None
+    if source.shape != target.shape:
+        raise NotInPlaceError(f"{name} is repeated in {copy.parameter}")
+    steps = contiguous_strides(shape)
+    rest, box = source.storage_offset(), []
+    for step, size in zip(steps, shape, strict=True):
+        low, rest = (rest // step, rest % step) if size else (0, rest)
+        box.append((low, low + 1))
+    strides = list(steps)
+    for size, step, stride in zip(source.shape, source.stride(), target.stride(), strict=True):
+        if size == 1:
+            continue
+        fitting = [
+            d for d, (known, (low, high)) in enumerate(zip(steps, box, strict=True)) if known == step and high - low == 1 and shape[d] > 1
+        ]
+        if not fitting or box[fitting[0]][0] + size > shape[fitting[0]]:
+            raise NotInPlaceError(f"what {copy.parameter} gets of {name} is no block of it")
+        dimension = fitting[0]
+        box[dimension] = (box[dimension][0], box[dimension][0] + size)
+        strides[dimension] = stride
+    return Place(copy.parameter, tuple(box), int(target.storage_offset()) - first, tuple(strides))
