@@ -284,10 +284,11 @@ class VllmEngine:
     async def stage_weights(self, plan: SyncPlan) -> None:
         """Receive and check a delta while generation goes on. Raises SyncRefusedError; the present weights then stay as they are."""
         async with self._syncing:
-            self._check_base(plan)
+            # Also a message that is refused is received: others on the link wait until everybody has it.
             await self._workers("begin_stage", plan)
             while not all(await self._workers("stage_done")):  # noqa: ASYNC110 - workers can only be asked
                 await asyncio.sleep(STAGE_POLL_S)
+            self._check_base(plan)
 
     async def apply_weights(self, plan: SyncPlan) -> SyncAcknowledgement:
         """Pause generation and bring the plan's weights in. It stays paused until :meth:`commit_weights` or :meth:`resume`.
@@ -295,7 +296,12 @@ class VllmEngine:
         Raises SyncRefusedError when they do not come whole; then the weights are of no version until a full sync heals the engine.
         """
         async with self._syncing:
-            self._check_base(plan)
+            try:
+                self._check_base(plan)
+            except SyncRefusedError:
+                if plan.mode == "trained":
+                    await self._workers("discard", plan)
+                raise
             await self._guarded(self._pause(), "pause")
             # Half new weights are of no version: what is sampled before the next commit, if anything, is refused (see to_result).
             self.version = UNDEFINED_VERSION

@@ -278,14 +278,7 @@ class WeightReceiver:
             if stage.adapter is not None:
                 adapter_sums = install_adapter(self._worker, stage.adapter)
         else:
-            target.begin()
-            try:
-                for piece, rows in self._pieces(plan):
-                    target.write(piece, rows)
-            except BaseException:
-                target.abandon()
-                raise
-            target.finish()
+            self._load(target, plan)
         self._sums = {**target.sums(), **adapter_sums} if plan.verify else {}
         total = sum(self._sums.values()) % (1 << 128)
         return {
@@ -293,6 +286,29 @@ class WeightReceiver:
             "tensors": len(self._known().names),
             "apply_s": time.perf_counter() - started,
         }
+
+    def _load(self, target: LiveTarget | ReloadTarget, plan: SyncPlan) -> None:
+        """Write all pieces. One that cannot be written does not end the stream: other engines may be on the same link."""
+        target.begin()
+        failure: Exception | None = None
+        try:
+            for piece, rows in self._pieces(plan):
+                if failure is None:
+                    try:
+                        target.write(piece, rows)
+                    except Exception as error:  # noqa: BLE001 - raised when the stream has ended
+                        failure = error
+            if failure is not None:
+                raise failure
+        except BaseException:
+            target.abandon()
+            raise
+        target.finish()
+
+    def discard(self, plan: SyncPlan) -> None:
+        """Receive the plan's weights and throw them away: this engine refuses them, others on the link want them."""
+        for _ in self._pieces(plan):
+            pass
 
     def _pieces(self, plan: SyncPlan) -> Iterator[tuple[Piece, torch.Tensor]]:
         manifest = self._known()
