@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from rlpost.types import WeightsManifest
@@ -25,6 +26,24 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(BITS[tensor.dtype.itemsize])
 
 
+def _differences(shard: Shard, held: np.ndarray, visit: Visit) -> tuple[np.ndarray, np.ndarray]:
+    """Positions in the shard ``[changed]`` whose bits are not those of ``held`` ``[elements]``, and their new bits ``[changed]``."""
+    row = row_elements(shard.shape)
+    different = np.empty(0, bool)
+    found, values = [np.empty(0, np.int64)], [np.empty(0, held.dtype)]
+    for start, chunk in shard.chunks():
+        visit(shard, start, chunk)
+        new, first = bits(chunk.cpu()).numpy(), (start - shard.start) * row
+        if len(different) < len(new):
+            different = np.empty(len(new), bool)
+        np.not_equal(new, held[first : first + len(new)], out=different[: len(new)])
+        positions = np.flatnonzero(different[: len(new)])
+        if len(positions):
+            found.append(positions + first)
+            values.append(new[positions])
+    return np.concatenate(found), np.concatenate(values)
+
+
 class Baseline:
     """This rank's copy. Empty until the first :meth:`advance`."""
 
@@ -39,24 +58,13 @@ class Baseline:
         changes, compared = [], 0
         self._pending = []
         for shard, held in zip(self._shards, self._held, strict=True):
-            row = row_elements(shard.shape)
-            found, values = [], []
-            for start, chunk in shard.chunks():
-                visit(shard, start, chunk)
-                new = bits(chunk.cpu())
-                first = (start - shard.start) * row
-                positions = (new != held[first : first + new.numel()]).nonzero().view(-1)
-                if positions.numel():
-                    found.append(positions + first)
-                    values.append(new[positions])
+            positions, values = _differences(shard, held.numpy(), visit)
             compared += held.numel()
-            positions = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
-            taken = torch.cat(values) if values else torch.empty(0, dtype=held.dtype)
-            self._pending.append((positions, taken))
-            if positions.numel():
+            self._pending.append((torch.from_numpy(positions), torch.from_numpy(values)))
+            if len(positions):
                 numel = row_elements((1, *shard.shape))
-                indices = (positions + shard.start * row).numpy().astype(index_dtype(numel), copy=False)
-                unsigned = taken.numpy().view(f"u{taken.dtype.itemsize}")
+                indices = (positions + shard.start * row_elements(shard.shape)).astype(index_dtype(numel), copy=False)
+                unsigned = values.view(f"u{values.itemsize}")
                 changes.append(TensorChange(tensor=shard.tensor, numel=numel, indices=indices, values=unsigned))
         return changes, compared
 

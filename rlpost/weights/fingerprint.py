@@ -52,11 +52,15 @@ class TensorHashes:
 
     def add_held(self, tensor: int, owner: int, part: torch.Tensor | None) -> None:
         """Count a whole segment of which only ``part``, its intersection with the box, is there (None: it is empty)."""
+        name, digest = self.hash_held(tensor, owner, part)
+        self.sums[name] = (self.sums.get(name, 0) + digest) % MODULUS
+
+    def hash_held(self, tensor: int, owner: int, part: torch.Tensor | None) -> tuple[str, int]:
+        """The tensor's name and the hash that :meth:`add_held` would count; it changes nothing, so threads may share this object."""
         digest = self._begin(tensor, owner)
         if part is not None and part.numel():
             digest.update(raw_bytes(part))
-        name = self.manifest.names[tensor]
-        self.sums[name] = (self.sums.get(name, 0) + digest.intdigest()) % MODULUS
+        return self.manifest.names[tensor], digest.intdigest()
 
     def _begin(self, tensor: int, owner: int) -> xxhash.xxh3_128:
         manifest, cuts = self.manifest, self.manifest.cuts[tensor]

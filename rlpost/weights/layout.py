@@ -9,7 +9,9 @@ cuts a tensor up, gives no :class:`Place`; such a model is reloaded through the 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpost.types import Box, Layout, WeightsManifest
 from rlpost.weights.baseline import BITS
-from rlpost.weights.fingerprint import TensorHashes, within
+from rlpost.weights.fingerprint import MODULUS, TensorHashes, within
+
+HASH_THREADS = min(4, os.cpu_count() or 1)
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
@@ -89,14 +93,21 @@ class LiveWeights:
     def sums(self) -> dict[str, int]:
         """The hashes of all live tensors, segment by segment as the trainer hashes them."""
         hashes = TensorHashes(self._manifest, self.layout)
+        # Generation stands still meanwhile, so the cores that it leaves idle may help; hashing lets go of the interpreter.
+        with ThreadPoolExecutor(max_workers=HASH_THREADS) as threads:
+            digests = threads.map(lambda segment: hashes.hash_held(*segment), self._segments())
+            for name, digest in digests:
+                hashes.sums[name] = (hashes.sums.get(name, 0) + digest) % MODULUS
+        return hashes.sums
+
+    def _segments(self) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+        """Tensor, owner, and what of the segment is held here."""
         for tensor, (place, cuts) in enumerate(zip(self._places, self._manifest.cuts, strict=True)):
             view, (low, high) = self.view(tensor), place.box[0]
             for owner, (first, last) in enumerate(pairwise(cuts)):
                 if first < last:
                     begin, end = max(first, low), min(last, high)
-                    hashes.add_held(tensor, owner, view[begin - low : end - low] if begin < end else None)
-        hashes.total()
-        return hashes.sums
+                    yield tensor, owner, view[begin - low : end - low] if begin < end else None
 
 
 def whole(shape: Sequence[int]) -> Box:

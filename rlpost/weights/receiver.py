@@ -254,7 +254,8 @@ class WeightReceiver:
             if not known:
                 raise SyncRefusedError("corrupt", f"the delta's tensor {change.tensor} of {change.numel} elements is not in the manifest")
             values = torch.from_numpy(change.values.view(f"i{change.values.itemsize}" if change.values.itemsize > 1 else "u1"))
-            staged.append((change.tensor, torch.from_numpy(change.indices).to(self._device), values.to(self._device)))
+            # As 64-bit integers, which is what an index must be: converted here, while generation goes on.
+            staged.append((change.tensor, torch.from_numpy(change.indices).long().to(self._device), values.to(self._device)))
         return staged
 
     # ---- apply -----------------------------------------------------------------------------------------------------

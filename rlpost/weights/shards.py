@@ -1,7 +1,7 @@
 """What one trainer rank owns of each tensor, as the engines will hold it: read a few rows at a time, never as a second model.
 
 A rank's shard is a range of rows (FSDP2 shards the first dimension). Values are made on demand in the engine's dtype by
-:meth:`Shard.read`; a LoRA layer's are the merged ones.
+:meth:`Shard.chunks`; a LoRA layer's are the merged ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlpost.weights.buckets import row_elements, rows_of
 ADAPTER_NAMES = ("lora_A", "lora_B")
 """Last parts of the names of adapters' parameters (training/lora.py)."""
 
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 19
 """Elements that are read, cast and compared at once: a few MiB, which stay in a CPU's cache."""
 
 
@@ -38,15 +38,19 @@ class Shard:
     trained: bool
     rows: Callable[[int, int], torch.Tensor]
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows in the engine's dtype, contiguous ``[stop - start, *row shape]``."""
-        return self.rows(start, stop).to(self.dtype).contiguous()
-
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """All its rows in order, a chunk at a time: first row, values."""
-        step = max(1, CHUNK_ELEMENTS // max(1, row_elements(self.shape)))
+        """All its rows in order, a chunk at a time: first row, and values in the engine's dtype, valid until the next are asked for."""
+        row = row_elements(self.shape)
+        step = max(1, CHUNK_ELEMENTS // max(1, row))
+        scratch: torch.Tensor | None = None
         for start in range(self.start, self.stop, step):
-            yield start, self.read(start, min(self.stop, start + step))
+            stop = min(self.stop, start + step)
+            rows = self.rows(start, stop)
+            if scratch is None:  # one for all chunks: fresh memory for each costs as much as the cast
+                scratch = torch.empty((stop - start) * row, dtype=self.dtype, device=rows.device)
+            values = scratch[: (stop - start) * row].view(stop - start, *self.shape[1:])
+            values.copy_(rows)
+            yield start, values
 
 
 class ShardedWeights:
