@@ -324,12 +324,13 @@ class VllmEngine:
 
     async def commit_weights(self, version: int) -> float:
         """Make what was applied the policy ``version`` and go on generating. Returns the seconds of the pause."""
-        try:
-            await self._guarded(self.llm.update_weight_version(str(version)), "update_weight_version")
-            self.version = version
-        finally:
-            paused_s = await self.resume()
-        return paused_s
+        async with self._syncing:
+            try:
+                await self._guarded(self.llm.update_weight_version(str(version)), "update_weight_version")
+                self.version = version
+            finally:
+                paused_s = await self.resume()
+            return paused_s
 
     async def tensor_sums(self) -> list[dict[str, int]]:
         """For each worker: every tensor's part in its last fingerprint."""

@@ -112,11 +112,12 @@ class EnginePool:
             self.clients[index] = EngineClient(self.settings[index].name, self.actors[index])
         if gone:
             await give_weights(gone)
-            self.lost.clear()
             async with self._replaced:
                 for index in gone:
-                    self.router.alive[index] = True
+                    self.router.alive[index] = self.clients[index].lost is None
                 self._replaced.notify_all()
+            if all(self.router.alive):  # another one may have died meanwhile
+                self.lost.clear()
         return [self.settings[index].name for index in gone]
 
     # ---- all engines -----------------------------------------------------------------------------------------------

@@ -53,13 +53,17 @@ class _Tally:
         self.bytes += max(report.bytes for report in reports)
         for name in ("gather_s", "encode_s", "transfer_s"):
             setattr(self, name, getattr(self, name) + max(getattr(report, name) for report in reports))
-        sums = [sum(column) % MODULUS for column in zip(*(report.sums for report in reports), strict=True)]
-        self.sums = sums or self.sums
+        self.sums = _totals([report.sums for report in reports]) or self.sums
 
     def add_acknowledgement(self, acknowledgement: SyncAcknowledgement) -> None:
         """Of one engine."""
         self.apply_s = max(self.apply_s, acknowledgement.apply_s)
         self.memory_gib = max(self.memory_gib, acknowledgement.peak_memory_gib)
+
+
+def _totals(shares: Sequence[Sequence[int]]) -> list[int]:
+    """The trainer's fingerprint for each layout, from its ranks' shares."""
+    return [sum(column) % MODULUS for column in zip(*shares, strict=True)]
 
 
 class LinkError(Exception):
@@ -110,6 +114,9 @@ class WeightSync:
         answers = await self.engines.outcomes("describe_weights", dict.fromkeys(indices, (self._manifest,)), timeout_s=self._patience)
         known = len(self._layouts)
         for index, answer in answers.items():
+            if isinstance(answer, EngineLostError):  # to be replaced, and then described again
+                self._workers.pop(index, None)
+                continue
             if isinstance(answer, Exception):
                 raise answer
             for worker in answer:
@@ -158,15 +165,23 @@ class WeightSync:
                 entering[index] = (replace(link, host=host, port=port), rank)
                 rank += sizes[index]
         joined, answers = await self._both(
-            self.trainers.call("weights", "join", name, timeout_s=self._patience),
+            self._unless_refused(self.trainers.call("weights", "join", name, timeout_s=self._patience)),
             self.engines.outcomes("enter_link", entering, timeout_s=self._patience),
         )
         errors = {index: answer for index, answer in answers.items() if isinstance(answer, Exception)}
-        if errors or isinstance(joined, Exception):
+        if errors or joined is not None:
             await self._drop(indices)
             raise LinkError(errors or dict.fromkeys(indices, joined))
         self._links.add(name)
         return name
+
+    async def _unless_refused(self, call: Awaitable[Any]) -> SyncRefusedError | None:
+        """A link that broke on the trainer's side is a value; any other failure of the trainer is raised."""
+        try:
+            await call
+        except SyncRefusedError as error:
+            return error
+        return None
 
     async def _drop(self, indices: Sequence[int]) -> None:
         """Give up every link that one of these engines is a member of: something went wrong on it."""
@@ -177,19 +192,14 @@ class WeightSync:
         for name in gone:
             await self.trainers.call("weights", "close", name)
 
-    async def _both(
-        self, trainers: Awaitable[list[Any]], engines: Awaitable[dict[int, Any]]
-    ) -> tuple[list[Any] | Exception, dict[int, Any]]:
-        """Both results, when both have ended: what still runs on one side would disturb what comes next.
+    async def _both(self, sending: Awaitable[Any], *engines: Awaitable[Any]) -> list[Any]:
+        """The results, the trainer's first, when all have ended: what still runs on one side would disturb what comes next.
 
-        A link that broke on the trainer's side is a value; any other failure of the trainer is raised.
+        What was raised is raised then, the trainer's failure before others.
         """
-        sent, answers = await asyncio.gather(trainers, engines, return_exceptions=True)
-        if isinstance(answers, BaseException):
-            raise answers
-        if isinstance(sent, BaseException) and not isinstance(sent, SyncRefusedError):
-            raise sent
-        return sent, answers
+        tasks = [asyncio.ensure_future(one) for one in (sending, *engines)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [task.result() for task in tasks]
 
     # ---- a sync ----------------------------------------------------------------------------------------------------
 
@@ -230,7 +240,8 @@ class WeightSync:
         await self._drop(indices)
         await self._describe(indices)
         name = self.engines.settings
-        await self._heal({index: ("restarted", f"{name[index].name} was restarted") for index in indices}, version, _Tally())
+        restarted = {index: ("restarted", f"{name[index].name} was restarted") for index in indices if index in self._workers}
+        await self._heal(restarted, version, _Tally())
         return dict(self.fallbacks.reasons)
 
     async def _plan(self, version: int, tally: _Tally) -> tuple[SyncPlan, float]:
@@ -271,12 +282,11 @@ class WeightSync:
         senders = tuple(indices) if self.settings.shared_gpu and self.settings.carrier == "ipc" else (0,)
         plan = replace(plan, link=link, senders=senders)
         if plan.mode in ("delta", "adapter"):
-            moving = await self._move_message(plan, indices, tally, started)
+            outcomes = await self._move_message(plan, indices, tally, started)
         elif self.settings.adapters:
-            moving = await self._move_weights_and_adapter(plan, indices, tally, started)
+            outcomes = await self._move_weights_and_adapter(plan, indices, tally, started)
         else:
-            moving = await self._move_weights(plan, indices, tally, started)
-        outcomes = await self._commit(plan, moving, tally)
+            outcomes = await self._move_weights(plan, indices, tally, started)
         failed = self._failures(outcomes)
         if failed or any(isinstance(outcome, Exception) for outcome in outcomes.values()):
             await self._drop(indices)
@@ -289,69 +299,96 @@ class WeightSync:
         tally.bytes -= size  # counted when it is sent
         return size
 
+    async def _send(self, method: str, plan: SyncPlan, tally: _Tally) -> SyncRefusedError | None:
+        """The trainer's part. None, or how the link broke: an engine may have got everything all the same."""
+
+        async def send() -> None:
+            tally.add_reports(await self.trainers.call("weights", method, plan, timeout_s=self._patience))
+
+        error = await self._unless_refused(send())
+        if error is not None and plan.verify:
+            tally.sums = _totals(await self.trainers.call("weights", "sums"))
+        return error
+
     async def _move_weights_and_adapter(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
         """The weights under an adapter, then the adapter, in one pause; what is proven covers both."""
-        applied = await self._move_weights(replace(plan, verify=False), indices, tally, started)
+        if undrained := await self._undrained(indices):
+            return undrained
+        bare = replace(plan, verify=False)
+        sending = asyncio.ensure_future(self._send("send_weights", bare, tally))
+        if not self.carrier.live and (error := await sending):
+            return dict.fromkeys(indices, error)
+        broken, applied = await self._both(sending, self._on(indices, "apply_weights", bare))
         ready = [index for index, answer in applied.items() if not isinstance(answer, Exception)]
+        if broken or len(ready) < len(indices):  # on this link the adapter would wait for those that failed
+            await self._drop(indices)
+            if not ready:
+                return applied
+            try:
+                plan = replace(plan, link=await self._link(ready), senders=tuple(ready) if plan.senders != (0,) else (0,))
+            except LinkError as error:
+                others = SyncRefusedError("broken", "a link for the adapter could not be made")
+                return {**applied, **{index: error.errors.get(index, others) for index in ready}}
         size = await self._encode_adapter(plan.verify, tally)
         adapter = replace(plan, mode="adapter", base_version=NO_VERSION, message_bytes=size)
         return {**applied, **await self._move_message(adapter, ready, tally, started)}
 
     async def _move_message(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
         """A delta or an adapter: it reaches every engine while generation goes on; then each applies it."""
-        send = self.trainers.call("weights", "send_message", plan, timeout_s=self._patience)
-        if self.carrier.live:
-            sent, staged = await self._both(send, self._on(indices, "stage_weights", plan))
-        else:
-            sent, staged = await self._both(send, _nothing())
-            staged = dict.fromkeys(indices, sent) if isinstance(sent, Exception) else await self._on(indices, "stage_weights", plan)
-        if not isinstance(sent, Exception):
-            tally.add_reports(sent)
+        sending = asyncio.ensure_future(self._send("send_message", plan, tally))
+        if not self.carrier.live and (error := await sending):
+            return dict.fromkeys(indices, error)
+        _, staged = await self._both(sending, self._on(indices, "stage_weights", plan))
         tally.stage_s = time.perf_counter() - started
-        staged |= await self._drained([index for index, answer in staged.items() if not isinstance(answer, Exception)])
         ready = [index for index, answer in staged.items() if not isinstance(answer, Exception)]
-        return {**staged, **await self._on(ready, "apply_weights", plan)}
+        if undrained := await self._undrained(ready):
+            return {**staged, **undrained}
+        return {**staged, **await self._bring_in(plan, ready, sending, tally)}
 
     async def _move_weights(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
         """All weights: engines load what comes while they are paused, or, from a directory, when all of it is there."""
-        drained = await self._drained(indices)
-        if any(isinstance(answer, Exception) for answer in drained.values()):
-            # Nobody may wait in a broadcast for an engine that does not come.
-            return {index: answer or SyncRefusedError("broken", "another engine did not drain") for index, answer in drained.items()}
-        send = self.trainers.call("weights", "send_weights", plan, timeout_s=self._patience)
-        if self.carrier.live:
-            tally.stage_s = time.perf_counter() - started
-            sent, applied = await self._both(send, self._on(indices, "apply_weights", plan))
-        else:
-            sent, applied = await self._both(send, _nothing())
-            tally.stage_s = time.perf_counter() - started
-            applied = dict.fromkeys(indices, sent) if isinstance(sent, Exception) else await self._on(indices, "apply_weights", plan)
-        if not isinstance(sent, Exception):
-            tally.add_reports(sent)
-        return applied
+        if undrained := await self._undrained(indices):
+            return undrained
+        sending = asyncio.ensure_future(self._send("send_weights", plan, tally))
+        if not self.carrier.live and (error := await sending):
+            return dict.fromkeys(indices, error)
+        tally.stage_s = time.perf_counter() - started
+        return await self._bring_in(plan, indices, sending, tally)
 
-    async def _drained(self, indices: Sequence[int]) -> dict[int, Any]:
-        """With weights.pause=drain: all these engines have finished their requests. By engine: None, or the error."""
+    async def _bring_in(self, plan: SyncPlan, indices: Sequence[int], sending: asyncio.Future[Any], tally: _Tally) -> dict[int, Any]:
+        """Apply, compare, commit: each engine by itself, so that none is paused while another is late. By engine: None, or the error."""
+
+        async def one(index: int) -> Exception | None:
+            answer = (await self._on([index], "apply_weights", plan))[index]
+            if isinstance(answer, Exception):
+                return answer
+            await sending  # the trainer's fingerprint is known when all was sent
+            refused = await self._compare(plan, index, answer, tally)
+            if refused is not None:
+                return refused
+            committed = (await self.engines.outcomes("commit_weights", {index: (plan.version,)}, timeout_s=self._patience))[index]
+            if isinstance(committed, Exception):
+                return committed
+            tally.paused_s = max(tally.paused_s, committed)
+            return None
+
+        _, *outcomes = await self._both(sending, *(one(index) for index in indices))
+        return dict(zip(indices, outcomes, strict=True))
+
+    async def _undrained(self, indices: Sequence[int]) -> dict[int, Any]:
+        """With weights.pause=drain: let these engines finish their requests. Errors by engine when one does not; empty when all did.
+
+        Nobody is to wait in a broadcast for an engine that does not come.
+        """
         if self.settings.drain_s <= 0:
             return {}
-        return await self.engines.outcomes("drain", dict.fromkeys(indices, ()), timeout_s=self.settings.drain_s + GRACE_S)
+        answers = await self.engines.outcomes("drain", dict.fromkeys(indices, ()), timeout_s=self.settings.drain_s + GRACE_S)
+        if not any(isinstance(answer, Exception) for answer in answers.values()):
+            return {}
+        return {index: answer or SyncRefusedError("broken", "another engine did not drain") for index, answer in answers.items()}
 
     async def _on(self, indices: Sequence[int], method: str, plan: SyncPlan) -> dict[int, Any]:
         return await self.engines.outcomes(method, dict.fromkeys(indices, (plan,)), timeout_s=self._patience)
-
-    async def _commit(self, plan: SyncPlan, applied: dict[int, Any], tally: _Tally) -> dict[int, Any]:
-        """Compare each engine's proof; commit where it is right. By engine: None, or the error."""
-        outcomes: dict[int, Any] = {}
-        for index, answer in applied.items():
-            outcomes[index] = answer if isinstance(answer, Exception) else await self._compare(plan, index, answer, tally)
-        proven = [index for index, outcome in outcomes.items() if outcome is None]
-        committed = await self.engines.outcomes("commit_weights", dict.fromkeys(proven, (plan.version,)), timeout_s=self._patience)
-        for index, answer in committed.items():
-            if isinstance(answer, Exception):
-                outcomes[index] = answer
-            else:
-                tally.paused_s = max(tally.paused_s, answer)
-        return outcomes
 
     async def _compare(self, plan: SyncPlan, index: int, acknowledgement: SyncAcknowledgement, tally: _Tally) -> SyncRefusedError | None:
         """None when the engine holds what the trainer holds; else an error that names the tensors that differ."""
@@ -413,7 +450,3 @@ class WeightSync:
         # So that requests end (an engine whose weights are undefined refuses what it samples); the run stops with the reasons.
         with contextlib.suppress(InfrastructureError):
             await self.engines.call("resume", timeout_s=self.settings.timeout_s)
-
-
-async def _nothing() -> dict[int, Any]:
-    return {}

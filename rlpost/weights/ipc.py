@@ -6,6 +6,7 @@ full and which is free. The same lines on CPU and GPU but for how the memory is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import tempfile
@@ -146,12 +147,19 @@ class IpcOutlet:
     def _wait_read(self, number: int) -> None:
         keys = [f"read/{number}/{rank}" for rank in self._readers]
         self._store.wait(keys)
+        self._refuse_left()
         for key in [*keys, f"full/{number}"]:
             self._store.delete_key(key)
 
     def _drain(self) -> None:
         for number in range(max(0, self._sent - SLOTS), self._sent):
             self._store.wait([f"read/{number}/{rank}" for rank in self._readers])
+        self._refuse_left()
+
+    def _refuse_left(self) -> None:
+        left = [rank for rank in self._readers if self._store.check([f"left/{rank}"])]
+        if left:
+            raise InfrastructureError(f"engine workers {left} stopped reading")
 
     def finish(self) -> None:
         """Wait until all was read."""
@@ -182,13 +190,24 @@ class IpcInlet:
             handle, size = pickle.loads(self._store.get(f"memory/{self._received}"))
             self._memory = _open_memory(handle, size)
             self._store.set(f"opened/{self._received}/{self._rank}", b"")
-        for size in sizes:
-            self._store.wait([f"full/{self._received}"])
-            yield _slot(self._memory, self._received)[:size]
-            if self._memory.is_cuda:
-                torch.cuda.synchronize(self._memory.device)
-            self._store.set(f"read/{self._received}/{self._rank}", b"")
-            self._received += 1
+        try:
+            for size in sizes:
+                self._store.wait([f"full/{self._received}"])
+                yield _slot(self._memory, self._received)[:size]
+                if self._memory.is_cuda:
+                    torch.cuda.synchronize(self._memory.device)
+                self._store.set(f"read/{self._received}/{self._rank}", b"")
+                self._received += 1
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Tell the trainer, also where it waits for this reader now."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"left/{self._rank}", b"")
+            for number in range(self._received, self._received + SLOTS):
+                self._store.set(f"read/{number}/{self._rank}", b"")
 
     def close(self) -> None:
         """Leave."""

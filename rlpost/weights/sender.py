@@ -86,9 +86,15 @@ class WeightSender:
         return address
 
     def join(self, name: str) -> None:
-        """Wait for all members of the link."""
-        if name in self._doors:
+        """Wait for all members of the link. Raises SyncRefusedError when some do not come in time."""
+        if name not in self._doors:
+            return
+        try:
             self._outlets[name] = self._doors.pop(name).join()
+        except InfrastructureError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the carrier's library raises
+            raise SyncRefusedError("broken", f"not all engines came to the link {name}: {type(error).__name__}: {error}") from None
 
     def close(self, name: str) -> None:
         """Give a link up; who still waits on it hears of it at once."""
@@ -125,7 +131,7 @@ class WeightSender:
             self.close(plan.link)
             raise SyncRefusedError("broken", f"weights could not be sent to all engines: {sending.failure}")
         size = sum(bucket.size for bucket in buckets)
-        return SendReport(bytes=size, gather_s=gathering.seconds, transfer_s=transfer.seconds, sums=self._sums())
+        return SendReport(bytes=size, gather_s=gathering.seconds, transfer_s=transfer.seconds, sums=self.sums())
 
     def _gather(self, bucket: Bucket, buffer: torch.Tensor, senders: tuple[int, ...]) -> None:
         """The ``buffer`` of every sender gets the whole bucket; each rank gives its span of it."""
@@ -185,7 +191,8 @@ class WeightSender:
 
         return visit
 
-    def _sums(self) -> tuple[int, ...]:
+    def sums(self) -> tuple[int, ...]:
+        """This rank's shares of the last fingerprint, one a layout; whole also when the weights did not reach all engines."""
         return tuple(hashes.total() for hashes in self.hashes)
 
     def tensor_sums(self, layout: int) -> dict[str, int]:
@@ -214,7 +221,7 @@ class WeightSender:
             gather_s=gathering.seconds,
             changed=sum(len(change.indices) for change in changes),
             compared=compared,
-            sums=self._sums(),
+            sums=self.sums(),
         )
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -243,7 +250,7 @@ class WeightSender:
                 hashes.sums.update(hash_adapter(tensors))
             self._message = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8).to(self.device)
         size = self._message.numel() if self._message is not None else 0
-        return SendReport(bytes=size, gather_s=gathering.seconds, sums=self._sums())
+        return SendReport(bytes=size, gather_s=gathering.seconds, sums=self.sums())
 
     def send_message(self, plan: SyncPlan) -> SendReport:
         """Send the encoded message over the link."""
