@@ -25,12 +25,10 @@ CARRIERS = ("auto", "collective", "ipc", "disk")
 
 MASTER_BYTES = 4
 """Trainer ranks hold float32."""
-LAYOUT_BYTES = 64
-"""An engine that learns where a tensor lives holds the tensor's numbers in several copies for a moment: bytes an element, measured."""
 RANK_GIB, ENGINE_GIB, REST_GIB = 0.6, 1.3, 1.0
 """A trainer rank and an engine without any weights, and the driver with Ray; measured."""
-COPY_GIB = 1.0
-"""Two buffers of the plain copy."""
+BUFFER_GIB = 0.5
+"""The bare limits' largest buffer; rank 0 has two of them, or it and each engine one."""
 FREE_SHARE = 0.95
 """Of the memory that is free now."""
 VERSIONS_ON_DISK = 2
@@ -44,7 +42,6 @@ class ModelFacts:
     path: str
     """Empty for a shape that is not built yet."""
     parameters: int
-    largest_tensor: int
     shape: str = ""
 
 
@@ -113,7 +110,6 @@ def find_model(name: str) -> ModelFacts:
             label=name,
             path=str(path) if path.exists() else "",
             parameters=shape.parameters,
-            largest_tensor=shape.largest_tensor,
             shape=name,
         )
     if name.startswith(EMBEDDED_PREFIX):
@@ -133,7 +129,7 @@ def _directory_facts(label: str, path: Path) -> ModelFacts:
     sizes = [math.prod(shape) for file in sorted(path.glob("*.safetensors")) for shape in _stored_shapes(file)]
     if not sizes:
         raise ConfigError(f"--model {label}: {path} holds no .safetensors file; convert the model to safetensors first")
-    return ModelFacts(label=label, path=str(path), parameters=sum(sizes), largest_tensor=max(sizes))
+    return ModelFacts(label=label, path=str(path), parameters=sum(sizes))
 
 
 def _stored_shapes(file: Path) -> list[list[int]]:
@@ -148,14 +144,14 @@ def _stored_shapes(file: Path) -> list[list[int]]:
 
 
 def memory_estimate_gib(model: ModelFacts, *, dtype: str, ranks: int, engines: int, deltas: bool) -> dict[str, float]:
-    """Most resident memory of each part on one CPU machine, by what needs it. The trainer's copy while loading is freed before the rest."""
+    """Most resident memory on one CPU machine, by what needs it. Rank 0's whole copy while loading is freed before the rest."""
     element, size = DTYPE_BYTES[dtype], model.parameters / 2**30
     loading = size * MASTER_BYTES
-    later = (size * element if deltas else 0.0) + engines * model.largest_tensor * LAYOUT_BYTES / 2**30 + COPY_GIB
+    later = (size * element if deltas else 0.0) + (1 + engines) * BUFFER_GIB
     return {
         "trainer weights (float32)": size * MASTER_BYTES,
         f"engine weights ({dtype})": engines * size * element,
-        "loading, or else the delta's baseline, engine layouts and copies": max(loading, later),
+        "while loading, or else the delta's baseline and the bare limits' buffers": max(loading, later),
         "processes": ranks * RANK_GIB + engines * ENGINE_GIB + REST_GIB,
     }
 

@@ -246,7 +246,7 @@ class _Bench:
         """Load checkpoint after checkpoint. Delta goes first: after it, the engines hold what the others send again."""
         names = names_of(self.settings.checkpoints)
         order = sorted(range(len(self.transports)), key=lambda index: self.transports[index].name != "delta")
-        for before, after, checkpoint in zip(names, names[1:], self.settings.checkpoints[1:], strict=True):
+        for before, after, checkpoint in zip(names[:-1], names[1:], self.settings.checkpoints[1:], strict=True):
             await self.trainers.call("load_model", checkpoint)
             for index in order:
                 await self._take_turn(index, f"{before} -> {after}")

@@ -13,6 +13,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 16
 """Each piece starts at a multiple of this many bytes, so that a view of any dtype is aligned."""
 
+ALONE_BYTES = 2 << 20
+"""A piece from this size on travels alone: a message costs about as much as copying a quarter of it."""
+
 
 def rows_of(shape: Sequence[int]) -> int:
     """Length of the first dimension; a scalar is one row."""
@@ -66,7 +69,8 @@ def total_bytes(manifest: WeightsManifest, *, trained_only: bool = False) -> int
 def plan_buckets(manifest: WeightsManifest, *, trained_only: bool = False) -> tuple[Bucket, ...]:
     """All rows of the tensors, in order, each once. A piece never crosses a cut; no buffer is above ``bucket_bytes``, unless one row is.
 
-    Both ends derive the same buckets from the same manifest.
+    A large piece is a bucket of its own: it can be sent from where it lies, and received where it belongs, without a copy. Both ends
+    derive the same buckets from the same manifest.
     """
     buckets: list[Bucket] = []
     pending: list[tuple[int, int, int, int]] = []
@@ -87,6 +91,13 @@ def plan_buckets(manifest: WeightsManifest, *, trained_only: bool = False) -> tu
             while start < stop:
                 room = (manifest.bucket_bytes - filled) // max(row_bytes, 1)
                 if room <= 0 and pending:
+                    close()
+                    continue
+                alone = min(stop - start, max(1, manifest.bucket_bytes // max(row_bytes, 1)))
+                if alone * row_bytes >= min(ALONE_BYTES, manifest.bucket_bytes):
+                    close()
+                    pending.append((tensor, start, start + alone, owner))
+                    start += alone
                     close()
                     continue
                 rows = max(1, min(stop - start, room))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlpost.types import SyncPlan, WeightsManifest
 from rlpost.weights.buckets import Bucket
-from rlpost.weights.links import Carrier, LinkSettings
+from rlpost.weights.links import Carrier, LinkSettings, Placing, nowhere
 
 SENDER_RANK = 0
 
@@ -112,17 +112,26 @@ class CollectiveInlet:
             self._store, backend=settings.backend, rank=settings.rank, world=settings.world, timeout_s=settings.timeout_s
         )
 
-    def stream(self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    def stream(
+        self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int], place: Placing = nowhere
+    ) -> Iterator[torch.Tensor]:
         """See Inlet."""
-        buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(min(2, len(sizes)))] if sizes else []
-        started: list[Any] = []
+        own: list[torch.Tensor | None] = [None, None]
+        started: list[tuple[Any, torch.Tensor]] = []
         for index in range(len(sizes) + 1 if sizes else 0):
             if index < len(sizes):
-                started.append(start_broadcast(self._group, buffers[index % 2][: sizes[index]]))
+                buffer = place(index)
+                if buffer is None:
+                    held = own[index % 2]
+                    if held is None or held.numel() < sizes[index]:
+                        held = own[index % 2] = torch.empty(sizes[index], dtype=torch.uint8, device=self._device)
+                    buffer = held[: sizes[index]]
+                started.append((start_broadcast(self._group, buffer), buffer))
             if index:
-                started[index - 1].wait()
-                started[index - 1] = None
-                yield buffers[(index - 1) % 2][: sizes[index - 1]]
+                work, buffer = started[index - 1]
+                work.wait()
+                started[index - 1] = (None, buffer)
+                yield buffer
 
     def close(self) -> None:
         """Leave the group."""

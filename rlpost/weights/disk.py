@@ -27,7 +27,7 @@ import torch
 
 from rlpost.types import InfrastructureError, SyncPlan, WeightsManifest
 from rlpost.weights.buckets import DTYPE_BYTES, Bucket, piece_bytes, row_elements
-from rlpost.weights.links import Carrier, LinkSettings
+from rlpost.weights.links import Carrier, LinkSettings, Placing, nowhere
 
 FILE_BYTES = 4 * 10**9
 MANIFEST, MESSAGE, INDEX = "MANIFEST.json", "message.bin", "model.safetensors.index.json"
@@ -281,7 +281,9 @@ class DiskInlet:
         self._directory = Directory(settings.directory)
         self._timeout_s = settings.timeout_s
 
-    def stream(self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    def stream(
+        self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int], place: Placing = nowhere
+    ) -> Iterator[torch.Tensor]:
         """See Inlet. Raises InfrastructureError when the version does not appear in time or is not whole."""
         content = self._wait_for_manifest(plan)
         with tempfile.TemporaryDirectory(prefix="rlpost-weights-") as scratch:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rlpost.types import InfrastructureError, SyncPlan, WeightsManifest
 from rlpost.weights.buckets import Bucket
 from rlpost.weights.collective import join_store, serve_store
-from rlpost.weights.links import Carrier, LinkSettings
+from rlpost.weights.links import Carrier, LinkSettings, Placing, nowhere
 
 SLOTS = 2
 SHARED_MEMORY = Path("/dev/shm")
@@ -184,7 +184,9 @@ class IpcInlet:
         self._memory: torch.Tensor | None = None
         self._received = 0
 
-    def stream(self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    def stream(
+        self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int], place: Placing = nowhere
+    ) -> Iterator[torch.Tensor]:
         """See Inlet."""
         if self._memory is None or self._memory.numel() < SLOTS * max([LEAST_BYTES, *sizes]):
             handle, size = pickle.loads(self._store.get(f"memory/{self._received}"))

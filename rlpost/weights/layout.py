@@ -71,6 +71,15 @@ class LiveWeights:
             first = max(start, box[0][0]) - box[0][0]
             self.view(tensor)[first : first + part.shape[0]].copy_(part)
 
+    def memory(self, tensor: int, start: int, stop: int) -> torch.Tensor | None:
+        """The bytes of these rows of the whole tensor, live and in one piece; None where they do not lie so."""
+        box, shape = self._places[tensor].box, self._manifest.shapes[tensor] or (1,)
+        if box[1:] != whole(shape)[1:] or start < box[0][0] or stop > box[0][1]:
+            return None
+        rows = self.view(tensor)[start - box[0][0] : stop - box[0][0]]
+        fits = rows.is_contiguous() and rows.dtype == getattr(torch, self._manifest.dtypes[tensor])
+        return rows.view(-1).view(torch.uint8) if fits else None
+
     def patch(self, tensor: int, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite single elements: flat ``indices`` of the whole tensor ``[changed]``, their new bits ``[changed]`` as integers."""
         place, shape = self._places[tensor], self._manifest.shapes[tensor] or (1,)

@@ -42,6 +42,14 @@ class LinkSettings:
     rank: int = 0
 
 
+Placing = Callable[[int], "torch.Tensor | None"]
+
+
+def nowhere(_number: int) -> torch.Tensor | None:
+    """No buffer is wanted in a certain place."""
+    return None
+
+
 class Outlet(Protocol):
     """The trainer's end."""
 
@@ -64,8 +72,13 @@ class Outlet(Protocol):
 class Inlet(Protocol):
     """An engine worker's end."""
 
-    def stream(self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The buffers in order, of these sizes, each valid until the next one is asked for. Raises within the link's deadline."""
+    def stream(
+        self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int], place: Placing = nowhere
+    ) -> Iterator[torch.Tensor]:
+        """The buffers in order, of these sizes, each valid until the next one is asked for. Raises within the link's deadline.
+
+        ``place(n)`` is memory in which buffer n is wanted, or None; a carrier may write it there and yield just that.
+        """
 
     def close(self) -> None:
         """Leave."""

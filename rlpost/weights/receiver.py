@@ -44,9 +44,15 @@ class LiveTarget:
     def begin(self) -> None:
         """Nothing to prepare."""
 
+    def memory(self, piece: Piece) -> torch.Tensor | None:
+        """Where a piece belongs, as bytes, if it can be received right there."""
+        return self._live.memory(piece.tensor, piece.start, piece.stop)
+
     def write(self, piece: Piece, rows: torch.Tensor) -> None:
-        """Put rows in place."""
-        self._live.write(piece.tensor, piece.start, rows)
+        """Put rows in place, unless they were received there."""
+        memory = self.memory(piece)
+        if memory is None or memory.data_ptr() != rows.data_ptr():
+            self._live.write(piece.tensor, piece.start, rows)
 
     def patch(self, changes: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Overwrite single elements: tensor, flat indices, bits."""
@@ -77,6 +83,10 @@ class ReloadTarget:
         self._loaded: set[str] = set()
         self._parts: dict[int, tuple[torch.Tensor, int]] = {}
         self._hashes = TensorHashes(manifest)
+
+    def memory(self, piece: Piece) -> torch.Tensor | None:
+        """Nowhere: the layers take whole tensors."""
+        return None
 
     def begin(self) -> None:
         """Begin the reload: layers collect their new weights and are rebuilt in place."""
@@ -293,7 +303,7 @@ class WeightReceiver:
         target.begin()
         failure: Exception | None = None
         try:
-            for piece, rows in self._pieces(plan):
+            for piece, rows in self._pieces(plan, target):
                 if failure is None:
                     try:
                         target.write(piece, rows)
@@ -311,11 +321,17 @@ class WeightReceiver:
         for _ in self._pieces(plan):
             pass
 
-    def _pieces(self, plan: SyncPlan) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _pieces(self, plan: SyncPlan, target: LiveTarget | ReloadTarget | None = None) -> Iterator[tuple[Piece, torch.Tensor]]:
         manifest = self._known()
         buckets: tuple[Bucket, ...] = plan_buckets(manifest, trained_only=plan.mode == "trained")
         try:
-            stream = self._link(plan).stream(plan, manifest, buckets, [bucket.size for bucket in buckets])
+
+            def place(number: int) -> torch.Tensor | None:
+                pieces = buckets[number].pieces
+                memory = target.memory(pieces[0]) if target is not None and len(pieces) == 1 else None
+                return memory if memory is not None and memory.numel() == buckets[number].size else None
+
+            stream = self._link(plan).stream(plan, manifest, buckets, [bucket.size for bucket in buckets], place)
             for bucket, buffer in zip(buckets, stream, strict=True):
                 for piece in bucket.pieces:
                     flat = buffer[piece.offset : piece.offset + piece_bytes(manifest, piece)]

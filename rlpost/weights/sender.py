@@ -122,16 +122,31 @@ class WeightSender:
         for number, bucket in enumerate(buckets):
             sending.wait_for(number - 2)
             with gathering:
-                if buffers[number % 2].numel() < bucket.size:
-                    buffers[number % 2] = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
-                self._gather(bucket, buffers[number % 2], plan.senders)
-            sending.send(number, buffers[number % 2][: bucket.size])
+                buffer = self._in_place(bucket) if plan.senders == (0,) else None
+                if buffer is None:
+                    if buffers[number % 2].numel() < bucket.size:
+                        buffers[number % 2] = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
+                    buffer = buffers[number % 2][: bucket.size]
+                    self._gather(bucket, buffer, plan.senders)
+            sending.send(number, buffer)
         sending.finish()
         if sending.failure:
             self.close(plan.link)
             raise SyncRefusedError("broken", f"weights could not be sent to all engines: {sending.failure}")
         size = sum(bucket.size for bucket in buckets)
         return SendReport(bytes=size, gather_s=gathering.seconds, transfer_s=transfer.seconds, sums=self.sums())
+
+    def _in_place(self, bucket: Bucket) -> torch.Tensor | None:
+        """The bytes of the bucket where they lie: one piece, rank 0's own, in the engine's dtype already. None otherwise."""
+        piece = bucket.pieces[0]
+        if self.rank != 0 or piece.owner != 0 or len(bucket.pieces) > 1:
+            return None
+        rows = self.shards[piece.tensor].rows(piece.start, piece.stop)
+        if rows.dtype != self.shards[piece.tensor].dtype or not rows.is_contiguous() or rows.nbytes != bucket.size:
+            return None
+        for hashes in self.hashes:
+            hashes.add(piece.tensor, self.rank, piece.start, rows)
+        return rows.view(-1).view(torch.uint8)
 
     def _gather(self, bucket: Bucket, buffer: torch.Tensor, senders: tuple[int, ...]) -> None:
         """The ``buffer`` of every sender gets the whole bucket; each rank gives its span of it."""
