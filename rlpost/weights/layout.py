@@ -22,9 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpost.types import Box, Layout, WeightsManifest
 from rlpost.weights.baseline import BITS
+from rlpost.weights.buckets import total_bytes
 from rlpost.weights.fingerprint import MODULUS, TensorHashes, within
 
 HASH_THREADS = min(4, os.cpu_count() or 1)
+THREADS_FROM_BYTES = 32 << 20
+"""Starting threads takes as long as hashing some ten MiB."""
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
@@ -103,9 +106,10 @@ class LiveWeights:
         """The hashes of all live tensors, segment by segment as the trainer hashes them."""
         hashes = TensorHashes(self._manifest, self.layout)
         # Generation stands still meanwhile, so the cores that it leaves idle may help; hashing lets go of the interpreter.
+        small = total_bytes(self._manifest) < THREADS_FROM_BYTES
         with ThreadPoolExecutor(max_workers=HASH_THREADS) as threads:
-            digests = threads.map(lambda segment: hashes.hash_held(*segment), self._segments())
-            for name, digest in digests:
+            run = map if small else threads.map
+            for name, digest in run(lambda segment: hashes.hash_held(*segment), self._segments()):
                 hashes.sums[name] = (hashes.sums.get(name, 0) + digest) % MODULUS
         return hashes.sums
 
