@@ -27,6 +27,8 @@ from rlpost.types import Group, LossComponent, LossTerms, Prompt, Trajectory
 RANKS = 2
 RECEIVER = RANKS
 """Index of the process that plays engines."""
+THIRD_RANK = RECEIVER + 1
+"""Index of one more trainer process, started by the first test that asks for three ranks."""
 
 CALL_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 30.0
@@ -46,11 +48,11 @@ def _import(modules: Sequence[str]) -> int:
     return os.getpid()
 
 
-def _make(rank: int, world: int, settings: WorkerSettings) -> tuple[str, int]:
-    from rlpost.training.worker import TrainerRank
-
+def _make(kind: str, rank: int, world: int, settings: Any) -> tuple[str, int]:
+    """The rank of a class ``MODULE:NAME``; returns an address for the ranks' rendezvous."""
+    module, _, name = kind.partition(":")
     global _worker
-    _worker = TrainerRank(rank, world, settings)
+    _worker = getattr(importlib.import_module(module), name)(rank, world, settings)
     address: tuple[str, int] = _worker.address()
     return address
 
@@ -75,29 +77,41 @@ def _leave() -> None:
 # ---- what tests use ----------------------------------------------------------------------------------------------------
 
 
-class RankProcesses:
-    """Two processes for trainer ranks and one for a receiver of weights."""
+TRAINER = "rlpost.training.worker:TrainerRank"
+TRAINER_MODULES = ("rlpost.training.worker", "transformers.models.auto.modeling_auto")
 
-    def __init__(self) -> None:
+
+class RankProcesses:
+    """Two processes for trainer ranks, one for a receiver of weights, and a third for trainer ranks when it is asked for.
+
+    ``modules`` is what the trainers' processes import at once.
+    """
+
+    def __init__(self, modules: Sequence[str] = TRAINER_MODULES) -> None:
+        # torch asks for the name of every peer that it connects to: a name server that is slow to answer would cost five seconds each time.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         context = multiprocessing.get_context("spawn")
-        self._pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(RANKS + 1)]
-        modules = [["rlpost.training.worker", "transformers.models.auto.modeling_auto"]] * RANKS + [["rlpost.weights.collective"]]
-        self._pids = gather([pool.submit(_import, names) for pool, names in zip(self._pools, modules, strict=True)])
+        self._modules = modules
+        self._pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(THIRD_RANK + 1)]
+        everywhere = [modules] * RANKS + [["rlpost.weights.collective"]]
+        self._pids = gather([pool.submit(_import, names) for pool, names in zip(self._pools, everywhere, strict=False)])
 
     def submit(self, process: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a module-level function in one of the processes."""
+        if process == len(self._pids):
+            self._pids.append(self._pools[process].submit(_import, self._modules).result(CALL_TIMEOUT_S))
         return self._pools[process].submit(function, *args)
 
     @contextmanager
-    def trainers(self, settings: WorkerSettings, *, ranks: int) -> Iterator[Trainers]:
-        """``ranks`` trainer ranks that are set up; they leave their group with the block."""
+    def trainers(self, settings: Any, *, ranks: int, kind: str = TRAINER) -> Iterator[Trainers]:
+        """``ranks`` trainer ranks (of the class ``kind``) that are set up; they leave their group with the block."""
         trainers = Trainers(self, ranks)
         try:
-            addresses = gather([self.submit(rank, _make, rank, ranks, settings) for rank in range(ranks)])
+            addresses = gather([self.submit(process, _make, kind, rank, ranks, settings) for rank, process in trainers.processes_of()])
             trainers.reports = trainers.call("setup", *addresses[0])
             yield trainers
         finally:
-            for future in [self.submit(rank, _leave) for rank in range(ranks)]:
+            for future in [self.submit(process, _leave) for _, process in trainers.processes_of()]:
                 future.result(CALL_TIMEOUT_S)
 
     def close(self) -> None:
@@ -115,9 +129,13 @@ class Trainers:
         self.processes, self.ranks = processes, ranks
         self.reports: list[Any] = []
 
+    def processes_of(self) -> list[tuple[int, int]]:
+        """Each rank and the index of its process."""
+        return [(rank, rank if rank < RANKS else THIRD_RANK + rank - RANKS) for rank in range(self.ranks)]
+
     def submit(self, method: str, *args: Any) -> list[Future[Any]]:
         """Begin a call of a TrainerRank's method on every rank."""
-        return [self.processes.submit(rank, _call, method, args) for rank in range(self.ranks)]
+        return [self.processes.submit(process, _call, method, args) for _, process in self.processes_of()]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a TrainerRank's method on every rank with the same arguments."""
@@ -125,7 +143,7 @@ class Trainers:
 
     def submit_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Future[Any]]:
         """Begin a call of a TrainerRank's method on every rank with its own arguments."""
-        return [self.processes.submit(rank, _call, method, arguments[rank]) for rank in range(self.ranks)]
+        return [self.processes.submit(process, _call, method, arguments[rank]) for rank, process in self.processes_of()]
 
     def call_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a TrainerRank's method on every rank with its own arguments."""
@@ -133,11 +151,11 @@ class Trainers:
 
     def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(worker, *args)`` on every rank."""
-        return gather([self.processes.submit(rank, _apply, function, args) for rank in range(self.ranks)])
+        return gather([self.processes.submit(process, _apply, function, args) for _, process in self.processes_of()])
 
     def apply_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call ``function(worker, *args)`` on every rank with its own arguments."""
-        return gather([self.processes.submit(rank, _apply, function, arguments[rank]) for rank in range(self.ranks)])
+        return gather([self.processes.submit(process, _apply, function, arguments[rank]) for rank, process in self.processes_of()])
 
     def logprobs(self, method: str, terms: Sequence[LossTerms], temperature: float, *, micro_batch_tokens: int) -> list[np.ndarray]:
         """``logprobs`` or ``reference_logprobs`` of each trajectory ``[tokens]``, NaN where nothing is trained."""

@@ -1,4 +1,4 @@
-"""The engine that all tests of a module share; helpers are in engine_process.py and weight_sender.py."""
+"""The engine that all tests of a module share; helpers are in engine_process.py, weight_sender.py and weight_versions.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from engine_process import EngineProcess, engine_settings
 from weight_sender import PlainModel, Sender
+from weight_versions import Versions
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +19,21 @@ def engine() -> Iterator[EngineProcess]:
 
 
 @pytest.fixture(scope="module")
-def sender(engine: EngineProcess) -> Sender:
-    """The other end of the module's engine."""
-    return Sender(engine)
-
-
-@pytest.fixture(scope="module")
 def plain() -> PlainModel:
     """What the engine begins with."""
     return PlainModel.load("tiny-sort5")
+
+
+@pytest.fixture(scope="module")
+def versions(engine: EngineProcess, plain: PlainModel, tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """The history of the module's engine, and its sender."""
+    return Versions(engine, Sender(engine, plain.weights, directory=tmp_path_factory.mktemp("weights")), plain)
+
+
+@pytest.fixture(autouse=True)
+def _moving(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails may leave the core held or paused; the next one must not wait for it."""
+    yield
+    if "versions" in request.fixturenames:
+        for method in ("free", "resume"):
+            request.getfixturevalue("versions").engine.call(method)

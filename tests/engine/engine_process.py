@@ -10,16 +10,16 @@ import asyncio
 import itertools
 import multiprocessing
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from engine_host import EngineHost, Outcome
 
 from rlpost.models.embedded import build
-from rlpost.rollout.engine import EngineSettings, VllmEngine
+from rlpost.rollout.engine import EngineSettings
 from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError, SamplingSettings
 
 CALL_TIMEOUT_S = 120.0
@@ -28,58 +28,26 @@ FIRST_ID, LAST_ID = 4, 98
 """Token ids of printable characters in the embedded models' vocabulary."""
 END_TOKEN = 2
 MAX_MODEL_LEN = 640
-Outcome = GenerateResult | InfrastructureError
 
 
-def engine_settings(*, in_actor: bool = True) -> EngineSettings:
-    """A small engine of the tiny model on one thread."""
+def engine_settings(
+    *, in_actor: bool = True, dtype: str = "float32", live_weights: bool = True, tensor_parallel: int = 1
+) -> EngineSettings:
+    """A small engine of the tiny model on one thread a worker."""
     return EngineSettings(
         name="engine-0",
         model_path=str(build("tiny-sort5")),
-        dtype="float32",
+        dtype=dtype,
         device="cpu",
         in_actor=in_actor,
+        live_weights=live_weights,
+        tensor_parallel=tensor_parallel,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=256,
         block_size=32,
         prefix_caching=True,
         kv_cache_mib=64,
     )
-
-
-class EngineHost:
-    """In the engine's process: the engine, and everything that it ever handed out."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self.engine = VllmEngine(settings)
-        self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
-        self._collecting = asyncio.Lock()
-
-    async def finish(self, request_ids: Sequence[str]) -> list[list[Outcome]]:
-        """Wait until each of these requests ended; all outcomes of each (there should be one)."""
-        while any(not self.outcomes[request_id] for request_id in request_ids):
-            async with self._collecting:
-                await self.drain(0.2)
-        return [self.outcomes[request_id] for request_id in request_ids]
-
-    async def drain(self, timeout_s: float) -> int:
-        """Take what ended; how many that were."""
-        items = await self.engine.collect(timeout_s)
-        for request_id, outcome in items:
-            self.outcomes[request_id].append(outcome)
-        return len(items)
-
-    async def break_core(self) -> None:
-        """Let the next step of vLLM's core fail, as a bug or exhausted memory would."""
-
-        def fail() -> None:
-            raise MemoryError("no memory is left")
-
-        self.engine.llm.engine_core._core.step_fn = fail
-
-    async def call(self, method: str, arguments: Sequence[Any]) -> Any:
-        """A method of the host, else of the engine."""
-        return await getattr(self if hasattr(self, method) else self.engine, method)(*arguments)
 
 
 def _serve(connection: Connection, settings: EngineSettings) -> None:

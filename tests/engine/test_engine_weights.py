@@ -1,91 +1,137 @@
-"""Weight syncs into a real engine: what it samples afterwards, what happens to running requests, and to syncs that fail."""
+"""Full weight syncs into a real engine: what it samples afterwards, what it proves, and what happens to running requests."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from engine_process import EngineProcess, make_request, random_prompts, succeeded
-from weight_sender import TOLERANCE, PlainModel, Sender
+from engine_process import make_request, random_prompts, succeeded
+from weight_sender import TOLERANCE, Sender
+from weight_versions import Versions, requests_of
 
-from rlpost.types import GenerateRequest, GenerateResult, InfrastructureError
-from rlpost.weights import collective
+from rlpost.types import GenerateRequest, GenerateResult
 
-SHORT_S = 2.0
-SLACK_S = 30.0
-"""Far more than the deadline, far less than gloo's half-hour default."""
-
-
-class Versions:
-    """The module's engine, its next version, and the model of each version that it ever had."""
-
-    def __init__(self, engine: EngineProcess, sender: Sender, plain: PlainModel) -> None:
-        self.engine, self.sender, self.plain = engine, sender, plain
-        self.models: dict[int, PlainModel] = {0: plain}
-
-    @property
-    def current(self) -> int:
-        return max(self.models)
-
-    def prepare(self, model: PlainModel | None = None) -> int:
-        """Note the next version's weights: a new variant of the start, unless given."""
-        version = self.current + 1
-        self.models[version] = model or self.plain.variant(version)
-        return version
-
-    def sync(self, model: PlainModel | None = None) -> int:
-        version = self.prepare(model)
-        self.sender.sync(self.models[version], version)
-        return version
-
-    def check(self, request: GenerateRequest, result: GenerateResult) -> None:
-        """Every token has the logprob that the model of its stamped version gives to the whole sequence before it."""
-        for version in np.unique(result.versions):
-            mine = result.versions == version
-            expected = self.models[int(version)].logprobs(request, result)
-            np.testing.assert_allclose(result.logprobs[mine], expected[mine], atol=TOLERANCE, err_msg=f"tokens of version {version}")
-
-
-@pytest.fixture(scope="module")
-def versions(engine: EngineProcess, sender: Sender, plain: PlainModel) -> Versions:
-    """The history of the module's engine."""
-    return Versions(engine, sender, plain)
-
-
-def requests_of(count: int, *, seed: int = 0, max_new_tokens: int = 12, temperature: float = 1.0) -> list[GenerateRequest]:
-    prompts = random_prompts(count, seed=seed)
-    return [make_request(p, seed=n, max_new_tokens=max_new_tokens, temperature=temperature) for n, p in enumerate(prompts)]
-
-
-# ---- what comes after a sync -------------------------------------------------------------------------------------------
+CARRIERS = ["collective", "ipc", "disk"]
+FROZEN = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight")
 
 
 def test_before_any_sync_tokens_are_of_version_0(versions: Versions) -> None:
-    requests = requests_of(4)
-    for request, result in zip(requests, versions.engine.generate(requests), strict=True):
-        assert set(result.versions.tolist()) == {0}
-        versions.check(request, result)
+    versions.check_serves(0)
 
 
-def test_after_each_of_several_syncs_the_engine_equals_a_plain_model_with_these_weights(versions: Versions) -> None:
-    """Transformed kernel layouts and a tied output layer that keeps its old packed weights would show; several bucket sizes."""
-    before = versions.engine.generate(requests_of(6))
-    for bucket_bytes in (64 << 20, 1, 100_000):
-        versions.sender.bucket_bytes = bucket_bytes
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_after_each_of_several_syncs_the_engine_equals_a_plain_model_with_these_weights(versions: Versions, carrier: str) -> None:
+    """Transformed kernel layouts and a tied output layer that keeps its old packed weights would show; the bits are right besides."""
+    versions.sender.join(carrier)
+    for _ in range(3):
+        before = versions.models[versions.current]
         version = versions.sync()
         requests = requests_of(6, seed=version)
         for request, result in zip(requests, versions.engine.generate(requests), strict=True):
             assert set(result.versions.tolist()) == {version}
             versions.check(request, result)
-            assert np.abs(versions.plain.logprobs(request, result) - result.logprobs).max() > 100 * TOLERANCE
+            assert np.abs(before.logprobs(request, result) - result.logprobs).max() > 100 * TOLERANCE
+        versions.check_bits(version)
+
+
+def test_a_sync_back_to_old_weights_gives_the_old_result_to_the_bit(versions: Versions) -> None:
+    def ask() -> GenerateResult:  # one request: what is in a batch with others rounds as the batch does
+        [result] = versions.engine.generate([make_request(random_prompts(1, 30, seed=6)[0], seed=1)])
+        return result
+
     versions.sync(versions.plain)
-    after = versions.engine.generate(requests_of(6))
-    for one, other in zip(before, after, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    before = ask()
+    versions.sync()
+    between = ask()
+    versions.sync(versions.plain)
+    after = ask()
+    assert before.tokens.tolist() == after.tokens.tolist()
+    np.testing.assert_array_equal(before.logprobs, after.logprobs)
+    assert before.logprobs.tolist() != between.logprobs.tolist()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64 << 20])
+def test_weights_are_whole_whether_they_come_row_by_row_or_all_at_once(versions: Versions, bucket_bytes: int) -> None:
+    sender = Sender(versions.engine, versions.plain.weights, version=versions.current, bucket_bytes=bucket_bytes)
+    version = versions.prepare()
+    sender.sync(versions.models[version], version)
+    versions.check_bits(version)
+    versions.check_serves(version)
+    versions.sender.describe()
+    versions.sender.join("collective")
+
+
+# ---- the proof ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.1.mlp.gate_up_proj.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ],
+)
+def test_one_flipped_bit_in_the_live_weights_changes_the_fingerprint_of_a_sync_that_does_not_touch_it(
+    versions: Versions, parameter: str
+) -> None:
+    """The fingerprint is over what the engine computes with, not over what came: a stray write anywhere shows, and is named."""
+    versions.sync()
+    versions.engine.call("flip", parameter, 37)
+    version = versions.prepare(versions.models[versions.current])
+    plan = versions.sender.encode(version)
+    versions.sender.stage(plan)
+    acknowledgement = versions.sender.apply(plan)
+    assert acknowledgement.fingerprints != versions.sender.fingerprints
+    [held] = versions.engine.call("tensor_sums")
+    right = versions.sender.sender.tensor_sums(0)
+    assert len([name for name in right if held[name] != right[name]]) == 1
+    versions.sender.sender.forget_delta()
+    versions.sender.sync(versions.models[version], version)
+    versions.check_serves(version)
+    versions.check_bits(version)
+
+
+def test_a_sync_of_what_is_trained_leaves_the_frozen_alone_and_proves_it_too(versions: Versions) -> None:
+    """Only trained tensors travel; a frozen one that is damaged is found all the same, and healed by a full sync."""
+    sender = Sender(versions.engine, versions.models[versions.current].weights, version=versions.current, frozen=FROZEN)
+    version = versions.prepare(versions.models[versions.current])
+    sender.sync(versions.models[version], version)
+    full_bytes = sender.report.bytes
+    moved = versions.plain.variant(99)
+    for name, parameter in moved.model.named_parameters():
+        if name in FROZEN:
+            parameter.data.copy_(versions.models[version].weights[name])
+    version = versions.prepare(moved)
+    sender.sync(moved, version, mode="trained")
+    frozen_bytes = sum(4 * sender.parameters[name].numel() for name in FROZEN)
+    assert full_bytes - sender.report.bytes == frozen_bytes
+    versions.check_bits(version)
+    versions.check_serves(version)
+    versions.engine.call("flip", "model.embed_tokens.weight", 5)
+    version = versions.prepare(moved)
+    acknowledgement = sender.apply(sender.plan(version, "trained"))
+    assert acknowledgement.fingerprints != sender.fingerprints
+    sender.sync(moved, version)
+    versions.check_bits(version)
+    versions.sender.describe()
+    versions.sender.join("collective")
+    versions.sync()
+
+
+def test_a_sync_without_verification_proves_nothing_and_is_as_right(versions: Versions) -> None:
+    version = versions.prepare()
+    versions.sender.load(versions.models[version])
+    acknowledgement = versions.sender.apply(versions.sender.plan(version, "full", verify=False))
+    assert acknowledgement.fingerprints == () and versions.sender.report.sums == ()
+    versions.sender.commit(version)
+    versions.check_bits(version)
+
+
+# ---- requests that a sync meets ----------------------------------------------------------------------------------------
 
 
 def test_no_kv_of_the_old_weights_is_used_after_a_sync(versions: Versions) -> None:
@@ -107,29 +153,27 @@ def test_no_kv_of_the_old_weights_is_used_after_a_sync(versions: Versions) -> No
     versions.check(request, result)
 
 
-def test_running_requests_freeze_go_on_and_carry_both_versions(versions: Versions) -> None:
-    """Between stage and commit nothing is sampled; afterwards the new weights see the whole sequence, not the old KV."""
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_running_requests_freeze_go_on_and_carry_both_versions(versions: Versions, carrier: str) -> None:
+    """Between apply and commit nothing is sampled; afterwards the new weights see the whole sequence, not the old KV."""
+    versions.sender.join(carrier)
     old = versions.current
-    long = requests_of(16, seed=12, max_new_tokens=400, temperature=2.0)
-    versions.engine.call("submit", long)
-    marker = requests_of(1, seed=13, max_new_tokens=4, temperature=2.0)
-    versions.engine.generate(marker)  # when it is done, the long ones have begun
+    long = requests_of(16, seed=12, max_new_tokens=200, temperature=2.0)
+    versions.engine.call("begin", long, 5)
     new = versions.prepare()
-    versions.sender.stage(versions.models[new].weights, new)
+    versions.sender.load(versions.models[new])
+    versions.sender.check(versions.sender.apply(versions.sender.plan(new, "full")), new)
     queued = requests_of(2, seed=14)
     versions.engine.call("submit", queued)
-    versions.engine.call("drain", 0.1)  # what ended before the stage
+    versions.engine.call("free")
+    versions.engine.call("drain", 0.1)  # what ended before the sync
     assert versions.engine.call("drain", 0.3) == 0
-    versions.engine.call("commit_weights", new)
-    results = [succeeded(outcome) for outcome in versions.engine.finish(long)]
-    for request, result in zip(long, results, strict=True):
-        assert (np.diff(result.versions) >= 0).all()
-        assert set(result.versions.tolist()) <= {old, new}
-        versions.check(request, result)
-    assert any(set(result.versions.tolist()) == {old, new} for result in results)
-    for request, outcome in zip(queued, versions.engine.finish(queued), strict=True):
-        assert set(succeeded(outcome).versions.tolist()) == {new}
-        versions.check(request, succeeded(outcome))
+    versions.sender.commit(new)
+    results = versions.check_all(long, {old, new})
+    assert all((np.diff(result.versions) >= 0).all() for result in results)
+    frozen = [result for result in results if len(result.tokens) > 5]
+    assert len(frozen) > 8 and all((result.versions == old).sum() == 5 for result in frozen)
+    versions.check_all(queued, {new})
 
 
 def test_a_flood_of_requests_during_three_syncs_gives_each_exactly_one_right_result(versions: Versions) -> None:
@@ -139,142 +183,44 @@ def test_a_flood_of_requests_during_three_syncs_gives_each_exactly_one_right_res
         versions.engine.call("submit", requests[start : start + 50])
         if start:
             versions.sync()
-    results = [succeeded(outcome) for outcome in versions.engine.finish(requests)]
+    results = versions.check_all(requests, set(range(first, first + 4)))
     assert versions.engine.call("drain", 0.3) == 0
-    seen = set[int]()
-    for request, result in zip(requests, results, strict=True):
-        assert len(result.tokens)
-        versions.check(request, result)
-        seen |= set(result.versions.tolist())
-    assert seen <= set(range(first, first + 4)) and first + 3 in seen and len(seen) > 1
+    assert {int(result.versions[-1]) for result in results[150:]} == {first + 3}
 
 
-# ---- syncs that fail ---------------------------------------------------------------------------------------------------
+def test_a_sync_that_was_applied_and_not_committed_is_replaced_by_the_next(versions: Versions) -> None:
+    """What a driver does when the fingerprint was wrong."""
+    plan = versions.sender.plan(1000, "full")
+    versions.sender.load(versions.plain.variant(1000))
+    versions.sender.apply(plan)
+    versions.check_serves(versions.sync())
 
 
-def sender_dies(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """The sender is gone after some of the buckets."""
-    sender = versions.sender
-    sender.bucket_bytes = 1
-    sender.join()
-    manifest = sender.manifest(weights, version)
-    staging = versions.engine.begin("stage_weights", manifest)
-    names = list(weights)
-    for bucket in manifest.buckets[:5]:
-        buffer = torch.zeros(collective.bucket_bytes(manifest, bucket), dtype=torch.uint8)
-        for index, (_, view) in zip(range(*bucket), collective.views(buffer, manifest, bucket), strict=True):
-            view.copy_(weights[names[index]])
-        collective.broadcast(sender.group, buffer)
-    sender.group = None
-    staging.result(SLACK_S)
-
-
-def sender_is_silent(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """The group is formed and nothing is ever sent."""
-    versions.sender.join(SHORT_S)
-    versions.engine.call("stage_weights", versions.sender.manifest(weights, version), timeout_s=SHORT_S + SLACK_S)
-
-
-def sender_never_joins(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """The store is there, its other member never comes."""
-    store = collective.serve_store("127.0.0.1", 2, SHORT_S)
-    versions.engine.call("join_weights", "127.0.0.1", store.port, 1, 2, "gloo", SHORT_S, timeout_s=SHORT_S + SLACK_S)
-
-
-def the_group_was_never_joined(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """A stage right after a join that failed."""
-    with pytest.raises(InfrastructureError):
-        sender_never_joins(versions, weights, version)
-    versions.engine.call("stage_weights", versions.sender.manifest(weights, version))
-
-
-def a_parameter_is_missing(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """All that is sent arrives; it is not all that the engine has."""
-    versions.sender.join()
-    versions.sender.stage({name: tensor for name, tensor in weights.items() if "layers.1.mlp" not in name}, version)
-
-
-def a_part_of_a_fused_parameter_is_missing(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """The engine keeps query, key and value in one tensor: two thirds of it are not all of it."""
-    versions.sender.join()
-    versions.sender.stage({name: tensor for name, tensor in weights.items() if "layers.0.self_attn.k_proj" not in name}, version)
-
-
-def a_name_is_unknown(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """A tensor that the engine's model does not have."""
-    versions.sender.join()
-    versions.sender.stage({"model.layers.7.mlp.down_proj.weight": torch.zeros(3), **weights}, version)
-
-
-def a_shape_is_wrong(versions: Versions, weights: Mapping[str, torch.Tensor], version: int) -> None:
-    """A tensor of another size than the engine's."""
-    versions.sender.join()
-    versions.sender.stage({**weights, "model.norm.weight": torch.zeros(63)}, version)
-
-
-FAILURES = [
-    sender_dies,
-    sender_is_silent,
-    sender_never_joins,
-    the_group_was_never_joined,
-    a_parameter_is_missing,
-    a_part_of_a_fused_parameter_is_missing,
-    a_name_is_unknown,
-    a_shape_is_wrong,
-]
-
-
-@pytest.mark.parametrize("fail", FAILURES)
-def test_a_sync_that_fails_is_an_error_in_time_and_the_next_full_sync_heals_the_engine(
-    versions: Versions, fail: Callable[[Versions, Mapping[str, torch.Tensor], int], None]
-) -> None:
-    """Running requests survive it; no token that half new weights sampled is handed out as one of a known version."""
-    old, new = versions.current, versions.prepare()
-    running = requests_of(8, seed=16, max_new_tokens=400, temperature=2.0)
-    versions.engine.call("submit", running)
-    versions.engine.generate(requests_of(1, seed=17, max_new_tokens=2))
-    started = time.perf_counter()
-    with pytest.raises(InfrastructureError, match="engine-0"):
-        fail(versions, versions.models[new].weights, new)
-    assert time.perf_counter() - started < SHORT_S + SLACK_S
-    versions.sender.group, versions.sender.bucket_bytes = None, 64 << 20
-    versions.sender.sync(versions.models[new], new)
-    for request, outcome in zip(running, versions.engine.finish(running), strict=True):
-        result = succeeded(outcome)
-        assert set(result.versions.tolist()) <= {old, new}
-        versions.check(request, result)
-    fresh = requests_of(4, seed=18)
-    for request, result in zip(fresh, versions.engine.generate(fresh), strict=True):
-        assert set(result.versions.tolist()) == {new}
-        versions.check(request, result)
-
-
-def test_an_engine_that_is_resumed_half_new_refuses_what_it_samples(versions: Versions) -> None:
-    """After a failed sync a driver may resume it to end; tokens of undefined weights must not look like the old version's."""
-    new = versions.prepare()
-    with pytest.raises(InfrastructureError):
-        sender_dies(versions, versions.models[new].weights, new)
-    versions.engine.call("resume")
-    outcomes = versions.engine.outcomes(requests_of(3, seed=19))
-    assert all(isinstance(outcome, InfrastructureError) for outcome in outcomes)
-    versions.sender.group, versions.sender.bucket_bytes = None, 64 << 20
-    versions.sender.sync(versions.models[new], new)
-    fresh = requests_of(3, seed=20)
-    for request, result in zip(fresh, versions.engine.generate(fresh), strict=True):
-        versions.check(request, result)
-
-
-def test_staged_weights_that_were_not_committed_are_replaced_by_the_next_sync(versions: Versions) -> None:
-    """What a coordinator does when another engine's fingerprint was wrong."""
-    versions.sender.stage(versions.plain.variant(1000).weights, 1000)
+def test_the_same_full_sync_twice_is_harmless(versions: Versions) -> None:
+    """A driver that missed the answer sends it again."""
     version = versions.sync()
-    requests = requests_of(3, seed=22)
-    for request, result in zip(requests, versions.engine.generate(requests), strict=True):
-        assert set(result.versions.tolist()) == {version}
-        versions.check(request, result)
+    plan = replace(versions.sender.plan(version, "full"), base_version=version - 1)
+    versions.sender.check(versions.sender.apply(plan), version)
+    versions.sender.commit(version)
+    versions.check_serves(version)
 
 
 def test_resume_is_harmless_when_nothing_is_paused(versions: Versions) -> None:
     versions.engine.call("resume")
-    request = requests_of(1, seed=21)
-    versions.check(request[0], versions.engine.generate(request)[0])
+    versions.check_serves(versions.current)
+
+
+def test_syncs_leave_no_old_versions_in_the_directory(versions: Versions, tmp_path: Path) -> None:
+    """The newest, which every engine acknowledged, stays, a whole Hugging Face model; what is older would fill the disk."""
+    from transformers import AutoModelForCausalLM
+
+    versions.sender.directory = tmp_path / "weights"
+    versions.sender.join("disk")
+    versions.sync()
+    version = versions.sync()
+    [left] = versions.sender.directory.iterdir()
+    assert left.name == f"version-{version:08d}"
+    saved = dict(AutoModelForCausalLM.from_pretrained(left).named_parameters())
+    for name, tensor in versions.models[version].weights.items():
+        assert saved[name].equal(tensor)
+    assert succeeded(versions.engine.outcomes(requests_of(1))[0]).versions[0] == version

@@ -222,7 +222,8 @@ def test_the_same_batch_gives_one_gradient_for_every_partition_and_rank_count(ag
     assert np.isfinite(reference).all()
     assert np.abs(reference).max() > 1e-3
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, reference, rtol=1e-4, atol=1e-7, err_msg=name)
+        # Sums of large terms that nearly cancel are only as exact as the terms: how exact depends on the processor.
+        np.testing.assert_allclose(gradient, reference, rtol=1e-4, atol=1e-6 * np.abs(reference).max(), err_msg=name)
 
 
 def test_a_mean_of_means_would_have_been_noticed() -> None:

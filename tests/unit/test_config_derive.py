@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlpost.config import derive as module
-from rlpost.config.derive import Bundle, Derived, Device, derive, format_derived, resolve_device
+from rlpost.config.derive import Bundle, Derived, Device, derive, format_derived, resolve_device, weight_sync_line
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.types import ConfigError
@@ -25,8 +25,34 @@ def derived(device: Device = "cpu", row_count: int | None = None, **values: Any)
 
 def test_auto_values_on_cpu() -> None:
     d = derived("cpu")
-    assert (d.dtype, d.weight_transport, d.weight_backend) == ("float32", "collective", "gloo")
+    assert (d.dtype, d.weight_carrier, d.weight_deltas, d.weight_backend) == ("float32", "collective", False, "gloo")
     assert (d.engine_process, d.attention) == ("in_actor", "padded")
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "transport", "carrier", "found", "deltas", "line"),
+    [
+        ("cpu", "split", "auto", "auto", "collective", False, "collective over gloo (weights.transport=auto: it needs neither"),
+        ("gpu", "split", "auto", "auto", "collective", False, "collective over nccl (weights.transport=auto"),
+        ("gpu", "colocated", "auto", "auto", "ipc", False, "ipc (weights.transport=auto: engines and trainers share GPUs)"),
+        ("cpu", "split", "disk", "auto", "disk", False, "disk (weights.transport=disk)"),
+        (
+            "cpu",
+            "split",
+            "delta",
+            "auto",
+            "collective",
+            True,
+            "deltas by collective over gloo (weights.transport=delta, weights.carrier=auto",
+        ),
+        ("gpu", "split", "delta", "disk", "disk", True, "deltas by disk (weights.transport=delta, weights.carrier=disk)"),
+    ],
+)
+def test_how_weights_travel_and_why(device: Device, mode: str, transport: str, carrier: str, found: str, deltas: bool, line: str) -> None:
+    d = derived(device, placement__mode=mode, weights__transport=transport, weights__carrier=carrier)
+    assert (d.weight_carrier, d.weight_deltas) == (found, deltas)
+    assert weight_sync_line(d).startswith(line)
+    assert weight_sync_line(d) in format_derived(d)
 
 
 def test_auto_values_on_gpu() -> None:
