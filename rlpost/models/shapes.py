@@ -69,11 +69,6 @@ class Shape:
         """Elements of all tensors."""
         return sum(math.prod(shape) for _, shape in self.tensors())
 
-    @property
-    def largest_tensor(self) -> int:
-        """Elements of the largest tensor."""
-        return max(math.prod(shape) for _, shape in self.tensors())
-
 
 def _shape(sizes: tuple[int, int, int, int, int, int, int], tied: bool = True) -> Shape:
     hidden, layers, heads, kv_heads, head_dim, feed_forward, vocabulary = sizes

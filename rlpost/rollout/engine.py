@@ -300,7 +300,7 @@ class VllmEngine:
                 self._check_base(plan)
             except SyncRefusedError:
                 if plan.mode == "trained":
-                    await self._workers("discard", plan)
+                    await self._workers("skip", plan)
                 raise
             await self._guarded(self._pause(), "pause")
             # Half new weights are of no version: what is sampled before the next commit, if anything, is refused (see to_result).

@@ -234,7 +234,7 @@ def _place(name: str, shape: Sequence[int], copy: _Copy, first: int) -> Place:
     source, target = copy.source, copy.target
     assert source is not None
     if source.shape != target.shape:
-        raise NotInPlaceError(f"{name} is repeated in {copy.parameter}")
+        raise NotInPlaceError(f"{name} gives {tuple(source.shape)} where {copy.parameter} takes {tuple(target.shape)}")
     steps = contiguous_strides(shape)
     rest, box = source.storage_offset(), []
     for step, size in zip(steps, shape, strict=True):

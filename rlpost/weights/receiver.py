@@ -316,7 +316,7 @@ class WeightReceiver:
             raise
         target.finish()
 
-    def discard(self, plan: SyncPlan) -> None:
+    def skip(self, plan: SyncPlan) -> None:
         """Receive the plan's weights and throw them away: this engine refuses them, others on the link want them."""
         for _ in self._pieces(plan):
             pass

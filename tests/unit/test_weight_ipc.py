@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -174,39 +175,61 @@ def model_sender(readers: int, timeout_s: float, bucket_bytes: int = 4096) -> tu
     return sender, [replace(settings_of(readers, LONG_S), host=host, port=port, rank=rank) for rank in range(1, 1 + readers)]
 
 
-def read_model(settings: LinkSettings, manifest: WeightsManifest, buckets: int | None = None) -> list[torch.Tensor]:
-    """What a reader gets of the first ``buckets``; then it is gone."""
+def read_model(settings: LinkSettings, manifest: WeightsManifest) -> list[torch.Tensor]:
+    """All that a reader gets."""
     inlet = IpcInlet(settings, CPU)
-    plans = plan_buckets(manifest)
-    stream = inlet.stream(plan_of(), manifest, plans, [bucket.size for bucket in plans])
-    try:
-        return [buffer.clone() for _, buffer in zip(range(len(plans) if buckets is None else buckets), stream, strict=False)]
-    finally:
-        stream.close()  # type: ignore[attr-defined]
-        inlet.close()
+    buckets = plan_buckets(manifest)
+    return [buffer.clone() for buffer in inlet.stream(FULL, manifest, buckets, [bucket.size for bucket in buckets])]
+
+
+def read_some(settings: LinkSettings, manifest: WeightsManifest, count: int) -> tuple[Iterator[torch.Tensor], int]:
+    """A reader that stops while it looks at buffer ``count`` (0: before it opened the memory), and how many it got."""
+    buckets = plan_buckets(manifest)
+    stream = IpcInlet(settings, CPU).stream(FULL, manifest, buckets, [bucket.size for bucket in buckets])
+    return stream, sum(1 for _ in islice(stream, count))
 
 
 FULL = SyncPlan(version=1, mode="full", base_version=0, link="engines", verify=True)
 
 
-@pytest.mark.parametrize("buckets", [0, 1, 2])
-def test_a_reader_that_dies_is_an_error_in_time_and_the_others_hear_of_it_at_once(threads: ThreadPoolExecutor, buckets: int) -> None:
-    """Before it opened the memory, or later. The next sync goes over a new link."""
-    sender, readers = model_sender(2, SHORT_S)
-    dying = threads.submit(read_model, readers[0], sender.manifest, buckets)
-    waiting = threads.submit(read_model, readers[1], sender.manifest)
-    sender.join("engines")
-    with pytest.raises(SyncRefusedError, match=r"weights could not be sent to all engines: .*(?i:timeout).*/1"):
-        sender.send_weights(FULL)
-    assert len(dying.result(SLACK_S)) == buckets
-    with pytest.raises(dist.DistNetworkError):
-        waiting.result(SLACK_S)
-
+def assert_next_sync_works(threads: ThreadPoolExecutor, sender: WeightSender) -> None:
+    """Over a new link."""
     host, port = sender.serve([settings_of(1)])
     reading = threads.submit(read_model, replace(settings_of(1), host=host, port=port, rank=1), sender.manifest)
     sender.join("engines")
     sender.send_weights(FULL)
     assert torch.equal(torch.cat(reading.result(SLACK_S)).view(torch.float32), torch.arange(4096.0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_reader_that_dies_is_an_error_in_time_and_the_others_hear_of_it_at_once(threads: ThreadPoolExecutor, count: int) -> None:
+    """It says nothing any more, before it opened the memory or later."""
+    sender, readers = model_sender(2, SHORT_S)
+    dying = threads.submit(read_some, readers[0], sender.manifest, count)
+    waiting = threads.submit(read_model, readers[1], sender.manifest)
+    sender.join("engines")
+    with pytest.raises(SyncRefusedError, match=r"weights could not be sent to all engines: .*timeout.*/1") as caught:
+        sender.send_weights(FULL)
+    assert caught.value.reason == "broken"
+    assert dying.result(SLACK_S)[1] == count
+    with pytest.raises(dist.DistNetworkError):
+        waiting.result(SLACK_S)
+    assert_next_sync_works(threads, sender)
+
+
+def test_a_reader_that_leaves_is_noticed_before_any_deadline(threads: ThreadPoolExecutor) -> None:
+    """An engine that fails while it takes weights in says so; the others hear of it as well."""
+    sender, readers = model_sender(2, LONG_S)
+    leaving = threads.submit(read_some, readers[0], sender.manifest, 1)
+    waiting = threads.submit(read_model, readers[1], sender.manifest)
+    sender.join("engines")
+    sending = threads.submit(sender.send_weights, FULL)
+    leaving.result(SLACK_S)[0].close()  # type: ignore[attr-defined]
+    with pytest.raises(SyncRefusedError, match=r"weights could not be sent to all engines: engine workers \[1\] stopped reading"):
+        sending.result(SLACK_S)
+    with pytest.raises(dist.DistNetworkError):
+        waiting.result(SLACK_S)
+    assert_next_sync_works(threads, sender)
 
 
 def test_full_shared_memory_is_said_with_what_to_do_and_readers_hear_at_once(
