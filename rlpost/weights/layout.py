@@ -90,7 +90,7 @@ class LiveWeights:
         extent = 1 + sum((high - low - 1) * stride for (low, high), stride in zip(place.box, place.strides, strict=True))
         flat = torch.as_strided(parameter, (extent,), (1,), parameter.storage_offset() + place.offset).view(BITS[parameter.dtype.itemsize])
         if place.box == whole(shape) and place.strides == contiguous_strides(shape):
-            flat.index_copy_(0, indices.long(), values)
+            flat.scatter_(0, indices.long(), values)  # half the time of index_copy_ and put_
             return
         rest, position = indices.long(), torch.zeros_like(indices, dtype=torch.int64)
         inside = torch.ones_like(indices, dtype=torch.bool)
@@ -100,7 +100,7 @@ class LiveWeights:
             rest = rest // shape[dimension]
             inside &= (coordinate >= low) & (coordinate < high)
             position += (coordinate - low) * place.strides[dimension]
-        flat.index_copy_(0, position[inside], values[inside])
+        flat.scatter_(0, position[inside], values[inside])
 
     def sums(self) -> dict[str, int]:
         """The hashes of all live tensors, segment by segment as the trainer hashes them."""
