@@ -125,10 +125,11 @@ def test_uneven_frozen_scalar_and_strided_parameters_arrive_from_any_number_of_r
         with toy_sync(processes, kind, ranks=ranks, dtype=dtype, bucket_bytes=bucket_bytes, receivers=2) as sync:
             expected = sync.trainers.call("full")[0]
             assert list(expected) == [*SHARDED, "scalar", "transposed", "strided"], "a parameter of two names travels once"
-            reports, received = sync.run(sync.plan())
+            reports, received = sync.run(sync.plan(), [Conduct(), Conduct(placed=True)])
             for one in received:
                 assert one.fingerprint == total(reports)
                 assert_holds(one, expected, getattr(torch, dtype))
+            assert received[1].in_place == (len(plan_buckets(sync.manifest)) // 2 if kind == "collective" else 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -370,19 +371,20 @@ def fresh_processes() -> Iterator[RankProcesses]:
 
 @on_every_carrier
 def test_memory_beside_the_model_is_that_of_two_buckets(fresh_processes: RankProcesses, kind: str) -> None:
-    """64 MiB in two ranks' shards, buckets of 1 MiB; the same with one bucket for all shows that the measurement sees it."""
+    """64 MiB from two ranks' shards in buckets of 1 MiB (and as many slots of shared memory); one bucket a rank shows in the measurement."""
     grown = {}
     with fresh_processes.trainers("large", ranks=2, kind=TOY) as trainers:
         for bucket_mib in (1, 1, 128):  # at first, libraries and threads get what they need once
-            sync = link(trainers, trainers.call("open_weights", "float32", bucket_mib * MIB, False)[0], kind)
+            sync = link(trainers, trainers.call("open_weights", "bfloat16", bucket_mib * MIB, False)[0], kind)
             assert total_bytes(sync.manifest) == 64 * MIB
             receiving = sync.receiving([sync.plan()], [Conduct(keep=False)])
             sync.join()
             measured = trainers.call("measured_send", sync.plan())
             receiving.result(TIMEOUT_S + SLACK_S)
             grown[bucket_mib] = [grew / MIB for _, grew in measured]
+    print(grown)
     assert max(grown[1]) < 8, f"MiB by which ranks grew: {grown}"
-    assert grown[128][0] > 60 and grown[128][1] > 28, f"MiB by which ranks grew: {grown}"
+    assert grown[128][0] > 60 and grown[128][1] > 30, f"MiB by which ranks grew: {grown}"
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------

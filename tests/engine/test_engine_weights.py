@@ -166,8 +166,8 @@ def test_running_requests_freeze_go_on_and_carry_both_versions(versions: Version
     queued = requests_of(2, seed=14)
     versions.engine.call("submit", queued)
     versions.engine.call("free")
-    versions.engine.call("drain", 0.1)  # what ended before the sync
-    assert versions.engine.call("drain", 0.3) == 0
+    versions.engine.call("take", 0.1)  # what ended before the sync
+    assert versions.engine.call("take", 0.3) == 0
     versions.sender.commit(new)
     results = versions.check_all(long, {old, new})
     assert all((np.diff(result.versions) >= 0).all() for result in results)
@@ -184,7 +184,7 @@ def test_a_flood_of_requests_during_three_syncs_gives_each_exactly_one_right_res
         if start:
             versions.sync()
     results = versions.check_all(requests, set(range(first, first + 4)))
-    assert versions.engine.call("drain", 0.3) == 0
+    assert versions.engine.call("take", 0.3) == 0
     assert {int(result.versions[-1]) for result in results[150:]} == {first + 3}
 
 

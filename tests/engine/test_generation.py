@@ -118,7 +118,7 @@ def test_aborted_requests_give_no_result_and_hold_up_nobody(engine: EngineProces
     engine.call("submit", [*keep, *drop])
     engine.call("abort", [request.request_id for request in drop] + ["never-seen"])
     assert all(len(succeeded(outcome).tokens) for outcome in engine.finish(keep))
-    assert engine.call("drain", 1.0) == 0
+    assert engine.call("take", 1.0) == 0
     assert len(engine.generate([make_request([10, 11], seed=1)])[0].tokens)
 
 
@@ -128,7 +128,7 @@ def test_asleep_it_only_queues_and_awake_it_answers(engine: EngineProcess) -> No
     engine.call("sleep")
     requests = [make_request(prompt, seed=5) for prompt in random_prompts(3, seed=9)]
     engine.call("submit", requests)
-    assert engine.call("drain", 0.3) == 0
+    assert engine.call("take", 0.3) == 0
     engine.call("wake", ["weights"])
     engine.call("wake", ["kv_cache"])
     woken = [succeeded(outcome) for outcome in engine.finish(requests)]
@@ -179,7 +179,7 @@ def test_a_core_that_fails_reaches_every_request_and_every_later_call_at_once(en
     waking = [engine.begin("wake", ["scheduling"]), *(engine.begin("reset_prefix_cache") for _ in range(3))]
     with pytest.raises(InfrastructureError, match="core is dead"):
         while True:
-            engine.call("drain", 0.2)
+            engine.call("take", 0.2)
     for call in waking:
         assert call.exception(20) is None or isinstance(call.exception(), InfrastructureError)
     for method in ("sleep", "reset_prefix_cache", "resume"):
