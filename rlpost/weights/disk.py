@@ -14,6 +14,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -30,6 +31,7 @@ from rlpost.weights.buckets import DTYPE_BYTES, Bucket, piece_bytes, row_element
 from rlpost.weights.links import Carrier, LinkSettings, Placing, nowhere
 
 FILE_BYTES = 4 * 10**9
+VERSION_NAME = re.compile(r"version-(\d{8,})")
 MANIFEST, MESSAGE, INDEX = "MANIFEST.json", "message.bin", "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 POLL_S = 0.02
@@ -109,8 +111,13 @@ class Directory:
             return
         self.delete(version)
         names = sorted((file.name for file in made.iterdir()), key=lambda name: name == MANIFEST)
-        for name in names:
-            self.remote.put_file(str(made / name), self.path(version, name))
+        try:
+            for name in names:
+                self.remote.put_file(str(made / name), self.path(version, name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.delete(version)
+            raise
         shutil.rmtree(made)
 
     def fetch(self, version: int, target: Path) -> Path:
@@ -137,8 +144,8 @@ class Directory:
             entries = self.remote.ls(self.root, detail=False) if self.remote is not None else os.listdir(self.root)
         except FileNotFoundError:
             return []
-        names = [Path(entry).name for entry in entries]
-        return sorted(int(name.removeprefix("version-")) for name in names if name.startswith("version-"))
+        found = [VERSION_NAME.fullmatch(Path(entry).name) for entry in entries]
+        return sorted(int(match[1]) for match in found if match)
 
     def delete(self, version: int) -> None:
         """A version and its files; harmless when it is not there."""

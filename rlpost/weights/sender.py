@@ -116,7 +116,7 @@ class WeightSender:
         buckets = plan_buckets(self.manifest, trained_only=trained_only)
         self.hashes = self._begin_hashes(trained_only) if plan.verify else []
         gathering, transfer = _Timer(), _Timer()
-        sending = _Sending(self._outlets[plan.link] if self.rank in plan.senders else None, transfer)
+        sending = _Sending(self._outlet(plan), transfer)
         sending.attempt(lambda outlet: outlet.begin(plan, self.manifest, buckets))
         buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
         for number, bucket in enumerate(buckets):
@@ -147,6 +147,12 @@ class WeightSender:
         for hashes in self.hashes:
             hashes.add(piece.tensor, self.rank, piece.start, rows)
         return rows.view(-1).view(torch.uint8)
+
+    def _outlet(self, plan: SyncPlan) -> Outlet | str | None:
+        """This rank's end of the plan's link: None when it has none, the reason as text when the link was given up."""
+        if self.rank not in plan.senders:
+            return None
+        return self._outlets.get(plan.link) or f"the link {plan.link!r} was given up"
 
     def _gather(self, bucket: Bucket, buffer: torch.Tensor, senders: tuple[int, ...]) -> None:
         """The ``buffer`` of every sender gets the whole bucket; each rank gives its span of it."""
@@ -275,7 +281,7 @@ class WeightSender:
             return SendReport()
         assert self._message is not None and self._message.numel() == plan.message_bytes
         message, transfer = self._message, _Timer()
-        sending = _Sending(self._outlets[plan.link], transfer)
+        sending = _Sending(self._outlet(plan), transfer)
         sending.attempt(lambda outlet: outlet.begin(plan, self.manifest, ()))
         sending.send(0, message)
         sending.finish()
@@ -306,13 +312,13 @@ class WeightSender:
 
 
 class _Sending:
-    """The sends of one sync on rank 0 (``outlet`` None: another rank). After a failure nothing more is sent; its text is kept, not
-    the exception, which would keep the link alive."""
+    """The sends of one sync (``outlet`` None: a rank that sends nothing; a text: it cannot). After a failure nothing more is sent; its
+    text is kept, not the exception, which would keep the link alive."""
 
-    def __init__(self, outlet: Outlet | None, timer: _Timer) -> None:
-        self._outlet, self._timer = outlet, timer
+    def __init__(self, outlet: Outlet | str | None, timer: _Timer) -> None:
+        self.failure = outlet if isinstance(outlet, str) else ""
+        self._outlet, self._timer = (None if isinstance(outlet, str) else outlet), timer
         self._waits: dict[int, Callable[[], None]] = {}
-        self.failure = ""
 
     def attempt(self, call: Callable[[Outlet], Any]) -> Any:
         if self._outlet is None or self.failure:

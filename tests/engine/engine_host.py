@@ -78,13 +78,12 @@ class EngineHost:
 
     async def hold(self, steps: int = 0) -> None:
         """Let the core do ``steps`` steps with all requests that the engine has, then stand still until :meth:`free`."""
-        if self._free_step is None:
-            self._free_step = self._core.step_fn
+        step = self._free_step = self._free_step or self._core.step_fn
         self._core.step_fn = lambda: ({}, False)
         await self._on_core(lambda: None)
         if steps:
             await self.settled()
-            await self._run(steps, self._free_step)
+            await self._run(steps, step)
 
     async def _run(self, steps: int, step: Callable[[], Any]) -> None:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
