@@ -38,6 +38,9 @@ UNDEFINED_VERSION = -1
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's adapter buffers."""
 
+ABORT_POLL_S = 0.002
+"""How often requests that a pause is to end are looked for."""
+
 STAGE_POLL_S = 0.005
 """How often the actor asks its workers whether a staged message has come."""
 
@@ -361,9 +364,10 @@ class VllmEngine:
         # Not AsyncLLM.pause_generation, which then waits 20 ms for the look of it. Frozen requests go on with the new weights;
         # without clearing the cache they would go on with old KV.
         await self.llm.engine_core.pause_scheduler_async("keep", True)
-        if mode == "abort":
+        while mode == "abort" and self._inside:
+            # Again and again: one that is just being handed over is not known to vLLM yet.
             await self.llm.abort(list(self._inside))
-            await self._until_empty()
+            await asyncio.sleep(ABORT_POLL_S)
 
     async def _until_empty(self) -> None:
         while self._inside:

@@ -107,7 +107,11 @@ class ReloadTarget:
         if count < rows_of(shape):
             self._parts[piece.tensor] = (tensor, count)
         else:
-            self._loaded |= self._model.load_weights([(self._manifest.names[piece.tensor], tensor.view(shape))]) or set()
+            name = self._manifest.names[piece.tensor]
+            try:
+                self._loaded |= self._model.load_weights([(name, tensor.view(shape))]) or set()
+            except Exception as error:
+                raise SyncRefusedError("broken", f"{name} {shape} cannot be loaded: {type(error).__name__}: {error}") from error
 
     def patch(self, changes: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Not possible here."""

@@ -371,7 +371,7 @@ def fresh_processes() -> Iterator[RankProcesses]:
 
 @on_every_carrier
 def test_memory_beside_the_model_is_that_of_two_buckets(fresh_processes: RankProcesses, kind: str) -> None:
-    """64 MiB from two ranks' shards in buckets of 1 MiB (and as many slots of shared memory); one bucket a rank shows in the measurement."""
+    """64 MiB from two ranks in buckets of 1 MiB (and slots of shared memory); one bucket a rank shows in the measurement."""
     grown = {}
     with fresh_processes.trainers("large", ranks=2, kind=TOY) as trainers:
         for bucket_mib in (1, 1, 128):  # at first, libraries and threads get what they need once
@@ -382,7 +382,6 @@ def test_memory_beside_the_model_is_that_of_two_buckets(fresh_processes: RankPro
             measured = trainers.call("measured_send", sync.plan())
             receiving.result(TIMEOUT_S + SLACK_S)
             grown[bucket_mib] = [grew / MIB for _, grew in measured]
-    print(grown)
     assert max(grown[1]) < 8, f"MiB by which ranks grew: {grown}"
     assert grown[128][0] > 60 and grown[128][1] > 30, f"MiB by which ranks grew: {grown}"
 
