@@ -196,6 +196,31 @@ def test_rows_are_written_where_the_loader_puts_them(rank: int, workers: int, dt
 
 @on_every_worker
 @in_both_widths
+def test_rows_that_lie_in_one_piece_are_received_right_there(rank: int, workers: int, dtype: torch.dtype) -> None:
+    """Bytes as they came, into the live memory; only where rows are held whole, side by side, in the trainer's order."""
+    old, new = random_weights(dtype, 1), random_weights(dtype, 2)
+    engine, manifest = loaded_engine(rank, workers, old), manifest_of(new)
+    live = live_weights(engine, manifest)
+    in_place = set()
+    for bucket in plan_buckets(manifest):
+        for piece in bucket.pieces:
+            name = manifest.names[piece.tensor]
+            rows = (new[name].view(1) if new[name].ndim == 0 else new[name])[piece.start : piece.stop]
+            memory = live.memory(piece.tensor, piece.start, piece.stop)
+            if memory is None:
+                live.write(piece.tensor, piece.start, rows)
+            else:
+                assert memory.dtype == torch.uint8 and memory.numel() == piece_bytes(manifest, piece)
+                memory.copy_(rows.contiguous().view(-1).view(torch.uint8))
+                in_place.add(name)
+    assert engine.memory() == loaded_engine(rank, workers, new).memory()
+    by_rows = {"embed", "q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "norm", "scale", "in_a_buffer"}
+    by_columns = {"expert_0_down", "expert_1_down", "expert_2_down", "down"}
+    assert in_place == by_rows | (by_columns if workers == 1 else set()), "experts are apart, the others transposed or cut by columns"
+
+
+@on_every_worker
+@in_both_widths
 @pytest.mark.parametrize("share", [0.0, 0.15, 1.0])
 def test_single_elements_are_patched_where_the_loader_puts_them(rank: int, workers: int, dtype: torch.dtype, share: float) -> None:
     old, other = random_weights(dtype, 1), random_weights(dtype, 2)
@@ -328,6 +353,28 @@ def test_a_loader_that_computes_or_scatters_is_refused(loader: Loader, shape: tu
     """Norms that store their weight plus one, rotary permutations: what the engine holds is no part of what the trainer sends."""
     with pytest.raises(NotInPlaceError, match=says):
         places_of(loader, shape)
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (lambda parameter, loaded: [parameter.data[:3].copy_(loaded[:3]), parameter.data[3:].copy_(loaded[3:])], "w goes to 2 places"),
+        (lambda parameter, loaded: parameter.data.copy_(loaded[:1]), "w is repeated in live"),
+        (lambda parameter, loaded: parameter.data.copy_(loaded.view(torch.int32)), "w"),
+        (lambda parameter, loaded: parameter.data.copy_(loaded.view(3, 8)[:, ::2].repeat(2, 1)), COMPUTED),
+        (lambda parameter, loaded: parameter.data.view(3, 8).copy_(loaded.view(3, 8)), "no block of it"),
+    ],
+    ids=["in two parts", "repeated", "other bits", "repeated columns", "reshaped"],
+)
+def test_what_is_no_single_block_is_refused(loader: Loader, says: str) -> None:
+    with pytest.raises(NotInPlaceError, match=says):
+        places_of(loader)
+
+
+def test_a_parameter_of_another_dtype_than_the_tensor_is_refused() -> None:
+    """vLLM keeps some parameters in float32 beside a model in bfloat16: the bits that are sent are not the bits that are held."""
+    with pytest.raises(NotInPlaceError, match="w"):
+        places_of(lambda parameter, loaded: parameter.data.copy_(loaded), held=torch.zeros(6, 4, dtype=torch.float64))
 
 
 def test_a_regular_loader_is_taken() -> None:
