@@ -7,6 +7,7 @@ own, and vLLM has others. gloo and NCCL run the same lines (NCCL: not run on a G
 from __future__ import annotations
 
 import datetime
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from rlpost.weights.buckets import Bucket
 from rlpost.weights.links import Carrier, LinkSettings, Placing, nowhere
 
 SENDER_RANK = 0
+
+AHEAD = 6
+"""Messages that a receiver waits for at once, where they go straight to their places: the sender never waits for it then."""
 
 
 def serve_store(host: str, world: int, timeout_s: float) -> dist.TCPStore:
@@ -116,22 +120,27 @@ class CollectiveInlet:
         self, plan: SyncPlan, manifest: WeightsManifest, buckets: Sequence[Bucket], sizes: Sequence[int], place: Placing = nowhere
     ) -> Iterator[torch.Tensor]:
         """See Inlet."""
-        own: list[torch.Tensor | None] = [None, None]
-        started: list[tuple[Any, torch.Tensor]] = []
-        for index in range(len(sizes) + 1 if sizes else 0):
-            if index < len(sizes):
-                buffer = place(index)
+        own: list[torch.Tensor] = []
+        turns = 0
+        """Buffers of our own that were asked for: two of them take turns, so no more than the next one is received ahead."""
+        waiting: deque[tuple[Any, torch.Tensor, bool]] = deque()
+        number = 0
+        for _ in range(len(sizes)):
+            while number < len(sizes) and len(waiting) < AHEAD:
+                buffer = place(number)
+                mine = buffer is None
                 if buffer is None:
-                    held = own[index % 2]
-                    if held is None or held.numel() < sizes[index]:
-                        held = own[index % 2] = torch.empty(sizes[index], dtype=torch.uint8, device=self._device)
-                    buffer = held[: sizes[index]]
-                started.append((start_broadcast(self._group, buffer), buffer))
-            if index:
-                work, buffer = started[index - 1]
-                work.wait()
-                started[index - 1] = (None, buffer)
-                yield buffer
+                    if sum(held for _, _, held in waiting) > 1:
+                        break
+                    if len(own) < 2:
+                        own.append(torch.empty(max(sizes), dtype=torch.uint8, device=self._device))
+                    buffer = own[turns % 2][: sizes[number]]
+                    turns += 1
+                waiting.append((start_broadcast(self._group, buffer), buffer, mine))
+                number += 1
+            work, buffer, _ = waiting.popleft()
+            work.wait()
+            yield buffer
 
     def close(self) -> None:
         """Leave the group."""

@@ -112,6 +112,8 @@ class WeightSender:
         Then the rest is gathered all the same before the error is raised, so that the ranks stay in step.
         """
         self._weights.refresh()
+        if self._baseline is not None:
+            self._baseline.forget_pending()  # of a delta that nobody took: what is sent now is all there is
         trained_only = plan.mode == "trained"
         buckets = plan_buckets(self.manifest, trained_only=trained_only)
         self.hashes = self._begin_hashes(trained_only) if plan.verify else []
@@ -119,14 +121,19 @@ class WeightSender:
         sending = _Sending(self._outlet(plan), transfer)
         sending.attempt(lambda outlet: outlet.begin(plan, self.manifest, buckets))
         buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
+        filled: list[int] = []
+        """Buckets that went out by these two, in turn."""
         for number, bucket in enumerate(buckets):
-            sending.wait_for(number - 2)
-            with gathering:
-                buffer = self._in_place(bucket) if plan.senders == (0,) else None
-                if buffer is None:
-                    if buffers[number % 2].numel() < bucket.size:
-                        buffers[number % 2] = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
-                    buffer = buffers[number % 2][: bucket.size]
+            buffer = self._in_place(bucket) if plan.senders == (0,) else None
+            if buffer is None:
+                turn = len(filled) % 2
+                if len(filled) > 1:
+                    sending.wait_for(filled[-2])
+                filled.append(number)
+                with gathering:
+                    if buffers[turn].numel() < bucket.size:
+                        buffers[turn] = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
+                    buffer = buffers[turn][: bucket.size]
                     self._gather(bucket, buffer, plan.senders)
             sending.send(number, buffer)
         sending.finish()
@@ -139,10 +146,10 @@ class WeightSender:
     def _in_place(self, bucket: Bucket) -> torch.Tensor | None:
         """The bytes of the bucket where they lie: one piece, rank 0's own, in the engine's dtype already. None otherwise."""
         piece = bucket.pieces[0]
-        if self.rank != 0 or piece.owner != 0 or len(bucket.pieces) > 1:
+        if self.rank != 0 or piece.owner != 0 or len(bucket.pieces) > 1 or not self.shards[piece.tensor].stored:
             return None
         rows = self.shards[piece.tensor].rows(piece.start, piece.stop)
-        if rows.dtype != self.shards[piece.tensor].dtype or not rows.is_contiguous() or rows.nbytes != bucket.size:
+        if not rows.is_contiguous() or rows.nbytes != bucket.size:
             return None
         for hashes in self.hashes:
             hashes.add(piece.tensor, self.rank, piece.start, rows)
@@ -291,9 +298,11 @@ class WeightSender:
         return SendReport(bytes=message.numel(), transfer_s=transfer.seconds)
 
     def _share_message(self, plan: SyncPlan) -> None:
-        if self._message is None:
-            self._message = torch.empty(plan.message_bytes, dtype=torch.uint8, device=self.device)
-        dist.broadcast(self._message, src=0)
+        message = self._message
+        if message is None or self.rank != 0:  # whatever an earlier sync that failed has left on other ranks
+            message = torch.empty(plan.message_bytes, dtype=torch.uint8, device=self.device)
+        dist.broadcast(message, src=0)
+        self._message = message
 
     def forget_delta(self) -> None:
         """The encoded delta is not sent; a full sync follows."""

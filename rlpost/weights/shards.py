@@ -36,6 +36,8 @@ class Shard:
     start: int
     stop: int
     trained: bool
+    stored: bool
+    """The rows lie in memory as engines will hold them: no cast, no adapter to add."""
     rows: Callable[[int, int], torch.Tensor]
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -48,9 +50,9 @@ class Shard:
             rows = self.rows(start, stop)
             if scratch is None:  # one for all chunks: fresh memory for each costs as much as the cast
                 scratch = torch.empty((stop - start) * row, dtype=self.dtype, device=rows.device)
-            values = scratch[: (stop - start) * row].view(stop - start, *self.shape[1:])
-            values.copy_(rows)
-            yield start, values
+            values = scratch[: (stop - start) * row]
+            values.copy_(rows.reshape(-1))  # flat, as a full sync reads them: the cast of a NaN differs with the strides
+            yield start, values.view(stop - start, *self.shape[1:])
 
 
 class ShardedWeights:
@@ -86,6 +88,7 @@ class ShardedWeights:
                 start=cuts[index][self.rank],
                 stop=cuts[index][self.rank + 1],
                 trained=trained[index],
+                stored=parameter.dtype == self.engine_dtype and name not in merged,
                 rows=_reader(parameter, cuts[index][self.rank], merged.get(name)),
             )
             for index, (name, parameter) in enumerate(parameters)

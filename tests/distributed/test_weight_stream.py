@@ -330,9 +330,12 @@ RECORDING = Carrier(live=True, serve=lambda settings, device: RecordingDoor(), e
 
 
 def test_a_bucket_is_gathered_while_the_one_before_it_is_being_sent() -> None:
-    """Through a carrier of the user's own. Were a send waited for before the next gather, ``wait`` would come before ``read``."""
+    """Through a carrier of the user's own, with a cast (else large pieces are sent from where they lie).
+
+    Were a send waited for before the next gather, ``wait`` would come before ``read``.
+    """
     events = RecordingDoor.events = []
-    weights = ShardedWeights(Toy(1), "float32", 48)
+    weights = ShardedWeights(Toy(1), "bfloat16", 24)
     sender = WeightSender(weights, CPU, host="nowhere", keep_baseline=False)
     buckets = plan_buckets(sender.manifest)
     bucket_of = {(piece.tensor, piece.start): number for number, bucket in enumerate(buckets) for piece in bucket.pieces}
