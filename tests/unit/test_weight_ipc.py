@@ -64,9 +64,9 @@ def linked(
         threads.submit(IpcInlet, replace(settings_of(readers, inlet_s), host=host, port=port, rank=rank), CPU)
         for rank in range(1, 1 + readers)
     ]
+    inlets = [future.result(LONG_S) for future in entering]  # before a short deadline begins: a connection may take seconds
     outlet = door.join()
     with ExitStack() as stack:
-        inlets = [future.result(TIMEOUT_S) for future in entering]
         for end in (outlet, *inlets):
             stack.callback(end.close)
         yield outlet, inlets
@@ -168,24 +168,29 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.arange(4096.0).view(4, 1024))
 
 
-def model_sender(readers: int, timeout_s: float, bucket_bytes: int = 4096) -> tuple[WeightSender, list[LinkSettings]]:
-    """A trainer of one rank that serves a link, and the settings for its readers."""
-    sender = WeightSender(ShardedWeights(Model(), "float32", bucket_bytes), CPU, host="127.0.0.1", keep_baseline=False)
+def model_sender() -> WeightSender:
+    """A trainer of one rank; the rows of its model travel one by one."""
+    return WeightSender(ShardedWeights(Model(), "float32", 4096), CPU, host="127.0.0.1", keep_baseline=False)
+
+
+def join(sender: WeightSender, readers: int, timeout_s: float) -> list[IpcInlet]:
+    """A link with this deadline for the sender; its readers are patient."""
     host, port = sender.serve([settings_of(readers, timeout_s)])
-    return sender, [replace(settings_of(readers, LONG_S), host=host, port=port, rank=rank) for rank in range(1, 1 + readers)]
+    inlets = [IpcInlet(replace(settings_of(readers, LONG_S), host=host, port=port, rank=rank), CPU) for rank in range(1, 1 + readers)]
+    sender.join("engines")
+    return inlets
 
 
-def read_model(settings: LinkSettings, manifest: WeightsManifest) -> list[torch.Tensor]:
+def read_model(inlet: IpcInlet, manifest: WeightsManifest) -> list[torch.Tensor]:
     """All that a reader gets."""
-    inlet = IpcInlet(settings, CPU)
     buckets = plan_buckets(manifest)
     return [buffer.clone() for buffer in inlet.stream(FULL, manifest, buckets, [bucket.size for bucket in buckets])]
 
 
-def read_some(settings: LinkSettings, manifest: WeightsManifest, count: int) -> tuple[Iterator[torch.Tensor], int]:
+def read_some(inlet: IpcInlet, manifest: WeightsManifest, count: int) -> tuple[Iterator[torch.Tensor], int]:
     """A reader that stops while it looks at buffer ``count`` (0: before it opened the memory), and how many it got."""
     buckets = plan_buckets(manifest)
-    stream = IpcInlet(settings, CPU).stream(FULL, manifest, buckets, [bucket.size for bucket in buckets])
+    stream = inlet.stream(FULL, manifest, buckets, [bucket.size for bucket in buckets])
     return stream, sum(1 for _ in islice(stream, count))
 
 
@@ -194,9 +199,8 @@ FULL = SyncPlan(version=1, mode="full", base_version=0, link="engines", verify=T
 
 def assert_next_sync_works(threads: ThreadPoolExecutor, sender: WeightSender) -> None:
     """Over a new link."""
-    host, port = sender.serve([settings_of(1)])
-    reading = threads.submit(read_model, replace(settings_of(1), host=host, port=port, rank=1), sender.manifest)
-    sender.join("engines")
+    [inlet] = join(sender, 1, LONG_S)
+    reading = threads.submit(read_model, inlet, sender.manifest)
     sender.send_weights(FULL)
     assert torch.equal(torch.cat(reading.result(SLACK_S)).view(torch.float32), torch.arange(4096.0))
 
@@ -204,10 +208,10 @@ def assert_next_sync_works(threads: ThreadPoolExecutor, sender: WeightSender) ->
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_reader_that_dies_is_an_error_in_time_and_the_others_hear_of_it_at_once(threads: ThreadPoolExecutor, count: int) -> None:
     """It says nothing any more, before it opened the memory or later."""
-    sender, readers = model_sender(2, SHORT_S)
-    dying = threads.submit(read_some, readers[0], sender.manifest, count)
-    waiting = threads.submit(read_model, readers[1], sender.manifest)
-    sender.join("engines")
+    sender = model_sender()
+    inlets = join(sender, 2, SHORT_S)
+    dying = threads.submit(read_some, inlets[0], sender.manifest, count)
+    waiting = threads.submit(read_model, inlets[1], sender.manifest)
     with pytest.raises(SyncRefusedError, match=r"weights could not be sent to all engines: .*timeout.*/1") as caught:
         sender.send_weights(FULL)
     assert caught.value.reason == "broken"
@@ -219,10 +223,10 @@ def test_a_reader_that_dies_is_an_error_in_time_and_the_others_hear_of_it_at_onc
 
 def test_a_reader_that_leaves_is_noticed_before_any_deadline(threads: ThreadPoolExecutor) -> None:
     """An engine that fails while it takes weights in says so; the others hear of it as well."""
-    sender, readers = model_sender(2, LONG_S)
-    leaving = threads.submit(read_some, readers[0], sender.manifest, 1)
-    waiting = threads.submit(read_model, readers[1], sender.manifest)
-    sender.join("engines")
+    sender = model_sender()
+    inlets = join(sender, 2, LONG_S)
+    leaving = threads.submit(read_some, inlets[0], sender.manifest, 1)
+    waiting = threads.submit(read_model, inlets[1], sender.manifest)
     sending = threads.submit(sender.send_weights, FULL)
     leaving.result(SLACK_S)[0].close()  # type: ignore[attr-defined]
     with pytest.raises(SyncRefusedError, match=r"weights could not be sent to all engines: engine workers \[1\] stopped reading"):
@@ -243,9 +247,9 @@ def test_full_shared_memory_is_said_with_what_to_do_and_readers_hear_at_once(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    sender, readers = model_sender(1, TIMEOUT_S)
-    waiting = threads.submit(read_model, readers[0], sender.manifest)
-    sender.join("engines")
+    sender = model_sender()
+    [inlet] = join(sender, 1, TIMEOUT_S)
+    waiting = threads.submit(read_model, inlet, sender.manifest)
     with pytest.raises(SyncRefusedError) as caught:
         sender.send_weights(FULL)
     assert wanted == [(0, 2 << 20)], "all of it, before the first byte"
