@@ -235,6 +235,8 @@ def _place(name: str, shape: Sequence[int], copy: _Copy, first: int) -> Place:
     assert source is not None
     if source.shape != target.shape:
         raise NotInPlaceError(f"{name} gives {tuple(source.shape)} where {copy.parameter} takes {tuple(target.shape)}")
+    if source.dtype != target.dtype:  # the bits that are held would be others than those that are sent
+        raise NotInPlaceError(f"{name} comes as {source.dtype} where {copy.parameter} takes {target.dtype}")
     steps = contiguous_strides(shape)
     rest, box = source.storage_offset(), []
     for step, size in zip(steps, shape, strict=True):
