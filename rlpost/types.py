@@ -120,6 +120,11 @@ class Failure:
     message: str
     traceback: str = ""
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether something went wrong: it counts against the failure budget."""
+        return self.kind != "not_scorable"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOutcome:

@@ -83,6 +83,7 @@ ENGINE_OWNED = {
     "max_loras": None,
     "max_cpu_loras": None,
     "max_lora_rank": "training.lora.rank",
+    "lora_dtype": "model.dtype",
     "seed": "seed",
     "logprobs_mode": None,
     "max_logprobs": None,

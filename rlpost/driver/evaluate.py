@@ -51,7 +51,7 @@ async def evaluate(
         await asyncio.gather(playing, return_exceptions=True)
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    failed = sum(t.failure is not None and t.failure.kind != "not_scorable" for t in trajectories)
+    failed = sum(t.failure is not None and t.failure.is_fault for t in trajectories)
     return {
         "evaluate/reward": sum(rewards) / len(rewards) if rewards else math.nan,
         "evaluate/failed": failed / max(1, len(trajectories)),

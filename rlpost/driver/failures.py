@@ -25,7 +25,7 @@ class FailureBudget:
     def check(self, groups: Sequence[Group], trained: int) -> None:
         """Count one step, of which ``trained`` trajectories enter the loss. Raises DataFailureError when the budget is spent."""
         trajectories = [t for group in groups for t in group.trajectories]
-        failures = [t.failure for t in trajectories if t.failure is not None and t.failure.kind != "not_scorable"]
+        failures = [t.failure for t in trajectories if t.failure is not None and t.failure.is_fault]
         self._steps.append((len(failures), len(trajectories)))
         failed, total = (sum(column) for column in zip(*self._steps, strict=True))
         if total and failed / total > self.max_fraction and failures:

@@ -264,23 +264,26 @@ class OnlineRun:
             "record": {name: value if math.isfinite(value) else None for name, value in self.record.items()},
         }
 
-    def _schedule_facts(self) -> dict[str, int]:
-        """What a resumed run must have in common with the saved one: the groups under way and the data order follow from it."""
-        schedule = self.config.schedule
+    def _schedule_facts(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the saved one: the groups under way, the data order, and what is trained."""
+        schedule, lora = self.config.schedule, self.config.training.lora
         return {
             "schedule.prompts_per_step": schedule.prompts_per_step,
             "schedule.max_staleness": schedule.max_staleness,
             "algorithm.group_size": self.config.algorithm.group_size,
             "seed": self.config.seed,
+            "training.lora.rank": lora.rank,
+            **({"training.lora.alpha": lora.alpha, "training.lora.targets": lora.targets} if lora.rank else {}),
         }
 
     async def restore(self, checkpoint: Path) -> None:
         """Go on from a complete checkpoint: trainer state, cursor, and the groups that were under way."""
         state = checkpoints.read_driver_state(checkpoint)
-        changed = {name: (old, new) for name, new in self._schedule_facts().items() if (old := state["schedule"][name]) != new}
+        saved = state["schedule"]
+        changed = {name: (saved[name], new) for name, new in self._schedule_facts().items() if saved.get(name, new) != new}
         if changed:
             listed = ", ".join(f"{name} was {old} and is {new}" for name, (old, new) in changed.items())
-            raise ConfigError(f"{checkpoint} cannot be resumed with another schedule: {listed}; set it back, or start a new run")
+            raise ConfigError(f"{checkpoint} cannot be resumed with other settings: {listed}; set it back, or start a new run")
         await self.parts.trainers.call("load", str(checkpoint))
         self.step = self.saved = self.buffer.version = int(state["step"])
         self.buffer.dispatched = int(state["dispatched"])

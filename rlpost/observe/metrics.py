@@ -158,7 +158,7 @@ def summarise_rollouts(
 
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     unscored = [trajectory for trajectory in trajectories if trajectory.reward is None]
-    failed = sum(trajectory.failure is not None and trajectory.failure.kind != "not_scorable" for trajectory in unscored)
+    failed = sum(trajectory.failure is not None and trajectory.failure.is_fault for trajectory in unscored)
     record["reward/mean"] = _mean(rewards)
     record["reward/std"] = float(np.std(rewards)) if rewards else float("nan")
     record["reward/failed"] = failed

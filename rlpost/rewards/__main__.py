@@ -214,7 +214,7 @@ def _print_summary(outcomes: Sequence[RewardOutcome], rows: Sequence[CheckRow], 
     none = kinds.pop("not_scorable", 0)
     shown = 0
     for row, outcome in zip(rows, outcomes, strict=True):
-        if outcome.failure and outcome.failure.kind != "not_scorable" and shown < SHOWN_FAILURES:
+        if outcome.failure and outcome.failure.is_fault and shown < SHOWN_FAILURES:
             shown += 1
             print(f"\nline {row.line}: {outcome.failure.kind}: {outcome.failure.message}\n{outcome.failure.traceback}".rstrip())
     failed = sum(kinds.values())

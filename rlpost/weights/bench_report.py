@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rlpost.weights.buckets import DTYPE_BYTES
+
 if TYPE_CHECKING:
     from rlpost.weights.bench_sync import Measured, Series, Turn
 
@@ -40,6 +42,7 @@ def result(measured: Measured, parameters: int) -> dict[str, Any]:
         "parameters": parameters,
         "trained_parameters": measured.trained,
         "dtype": settings.dtype,
+        "full_bytes": parameters * DTYPE_BYTES[settings.dtype],
         "engines": settings.engines,
         "ranks": settings.ranks,
         "changed": settings.changed,
@@ -161,11 +164,10 @@ def format_result(found: dict[str, Any]) -> str:
         *_table([{"transport": name, **row} for name, row in found["transports"].items()], COLUMNS),
         LEGEND,
     ]
-    full = [row["bytes"] for row in found["transports"].values() if row["mode"] != "delta"]
     for name, row in found["transports"].items():
-        if row["mode"] == "delta" and row["changed_fraction"] is not None:
-            share = f", {row['bytes'] / full[0]:.3%} of the bytes of a full sync" if full else ""
-            lines.append(f"{name}: {row['changed_fraction']:.4%} of the elements had other bits{share}")
+        if row["mode"] == "delta":
+            share = row["bytes"] / found["full_bytes"]
+            lines.append(f"{name}: {row['changed_fraction']:.4%} of the elements had other bits, {share:.3%} of the bytes of a full sync")
     lines += [f"left out: {name}: {why}" for name, why in found["left_out"].items()]
     if "transitions" in found:
         lines += ["", *_transition_table(found)]

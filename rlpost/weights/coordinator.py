@@ -271,14 +271,17 @@ class WeightSync:
 
     async def _transfer(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally) -> dict[int, tuple[str, str]]:
         """Stage, apply, compare and commit on these engines. Returns those that failed: reason and message. Lost ones are not listed."""
-        if not indices:
-            return {}
         started = time.perf_counter()
+        # Before a link is made: nobody is to wait in a broadcast for an engine that does not come. A message is sent while they generate.
+        undrained = {} if plan.mode in ("delta", "adapter") else await self._undrained(indices)
+        indices = [index for index in indices if index not in undrained]
+        if not indices:
+            return self._failures(undrained)
         try:
             link = await self._link(indices)
         except LinkError as error:
             rest = [index for index in indices if index not in error.culprits]
-            return {**self._failures(error.culprits), **await self._transfer(plan, rest, tally)}
+            return {**self._failures(undrained | error.culprits), **await self._transfer(plan, rest, tally)}
         senders = tuple(indices) if self.settings.shared_gpu and self.settings.carrier == "ipc" else (0,)
         plan = replace(plan, link=link, senders=senders)
         if plan.mode in ("delta", "adapter"):
@@ -290,7 +293,7 @@ class WeightSync:
         failed = self._failures(outcomes)
         if failed or any(isinstance(outcome, Exception) for outcome in outcomes.values()):
             await self._drop(indices)
-        return failed
+        return failed | self._failures(undrained)
 
     async def _encode_adapter(self, verify: bool, tally: _Tally) -> int:
         reports = await self.trainers.call("weights", "encode_adapter", verify)
@@ -312,8 +315,6 @@ class WeightSync:
 
     async def _move_weights_and_adapter(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
         """The weights under an adapter, then the adapter, in one pause; what is proven covers both."""
-        if undrained := await self._undrained(indices):
-            return undrained
         bare = replace(plan, verify=False)
         sending = asyncio.ensure_future(self._send("send_weights", bare, tally))
         if not self.carrier.live and (error := await sending):
@@ -341,14 +342,12 @@ class WeightSync:
         _, staged = await self._both(sending, self._on(indices, "stage_weights", plan))
         tally.stage_s = time.perf_counter() - started
         ready = [index for index, answer in staged.items() if not isinstance(answer, Exception)]
-        if undrained := await self._undrained(ready):
-            return {**staged, **undrained}
-        return {**staged, **await self._bring_in(plan, ready, sending, tally)}
+        undrained = await self._undrained(ready)
+        ready = [index for index in ready if index not in undrained]
+        return {**staged, **undrained, **await self._bring_in(plan, ready, sending, tally)}
 
     async def _move_weights(self, plan: SyncPlan, indices: Sequence[int], tally: _Tally, started: float) -> dict[int, Any]:
         """All weights: engines load what comes while they are paused, or, from a directory, when all of it is there."""
-        if undrained := await self._undrained(indices):
-            return undrained
         sending = asyncio.ensure_future(self._send("send_weights", plan, tally))
         if not self.carrier.live and (error := await sending):
             return dict.fromkeys(indices, error)
@@ -376,16 +375,11 @@ class WeightSync:
         return dict(zip(indices, outcomes, strict=True))
 
     async def _undrained(self, indices: Sequence[int]) -> dict[int, Any]:
-        """With weights.pause=drain: let these engines finish their requests. Errors by engine when one does not; empty when all did.
-
-        Nobody is to wait in a broadcast for an engine that does not come.
-        """
+        """With weights.pause=drain: let these engines finish their requests. Errors of those that did not."""
         if self.settings.drain_s <= 0:
             return {}
         answers = await self.engines.outcomes("drain", dict.fromkeys(indices, ()), timeout_s=self.settings.drain_s + GRACE_S)
-        if not any(isinstance(answer, Exception) for answer in answers.values()):
-            return {}
-        return {index: answer or SyncRefusedError("broken", "another engine did not drain") for index, answer in answers.items()}
+        return {index: answer for index, answer in answers.items() if isinstance(answer, Exception)}
 
     async def _on(self, indices: Sequence[int], method: str, plan: SyncPlan) -> dict[int, Any]:
         return await self.engines.outcomes(method, dict.fromkeys(indices, (plan,)), timeout_s=self._patience)

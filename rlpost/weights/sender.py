@@ -2,7 +2,7 @@
 that trainers and engines share, every rank has one to the engine beside it).
 
 A full sync gathers a bucket at a time from the ranks' shards, each rank casting and hashing what it owns, while the bucket before it
-is being sent: besides the model there are two buckets on rank 0 and one message on the others.
+is being sent: besides the model there are two buckets on every rank.
 """
 
 from __future__ import annotations

@@ -35,5 +35,6 @@ def _moving(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that fails may leave the core held or paused; the next one must not wait for it."""
     yield
     if "versions" in request.fixturenames:
-        for method in ("free", "resume"):
-            request.getfixturevalue("versions").engine.call(method)
+        process = request.getfixturevalue("versions").engine
+        for method in ("free", "resume") if process.settings.in_actor else ("resume",):
+            process.call(method)

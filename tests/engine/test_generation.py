@@ -161,7 +161,7 @@ def test_a_core_in_a_process_of_its_own_gives_the_same_tokens_for_the_same_seeds
             assert one.versions.tolist() == other.versions.tolist()
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
         model = plain.variant(1)
-        Sender(separate).sync(model, 1)
+        Sender(separate, plain.weights).sync(model, 1)
         for request, result in ask(separate):
             assert set(result.versions.tolist()) == {1}
             np.testing.assert_allclose(result.logprobs, model.logprobs(request, result), atol=TOLERANCE)

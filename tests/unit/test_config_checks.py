@@ -119,6 +119,16 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("nccl on CPU", {"weights__backend": "nccl"}, ["weights.backend=auto or gloo"]),
     ("a carrier of no deltas", {"weights__carrier": "ipc"}, ["weights.carrier=ipc is for weights.transport=delta", "that is auto"]),
     (
+        "a carrier beside another transport",
+        {"weights__carrier": "disk", "weights__transport": "collective"},
+        ["weights.carrier=disk", "that is collective", "set weights.transport=disk or delta"],
+    ),
+    (
+        "a directory for deltas that do not go there",
+        {"weights__directory": "/shared", "weights__transport": "delta"},
+        ["weights.directory=/shared would not be used", "travel by collective", "weights.carrier=disk with delta"],
+    ),
+    (
         "a directory that nobody writes to",
         {"weights__directory": "/shared", "weights__transport": "ipc"},
         ["weights.directory=/shared would not be used", "travel by ipc", "weights.transport=disk"],
@@ -132,6 +142,11 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         "memory shared between GPUs that are not",
         {"placement__device": "gpu", "weights__transport": "ipc"},
         ["ipc needs engines and trainers on the same GPUs", "weights.transport=collective"],
+    ),
+    (
+        "deltas in memory shared between GPUs that are not",
+        {"placement__device": "gpu", "weights__transport": "delta", "weights__carrier": "ipc"},
+        ["ipc needs engines and trainers on the same GPUs", "placement.mode is split"],
     ),
     ("no change is small enough", {"weights__max_changed": 0.0}, ["weights.max_changed is 0.0"]),
     ("deltas without end", {"weights__keyframe_every": 0}, ["weights.keyframe_every is 0"]),
@@ -186,6 +201,8 @@ def test_refused_on_gpu(values: dict[str, Any], expected: str) -> None:
         {"placement__trainer_cpus": 0.0},
         {"engine__block_size": 16},
         {"placement__mode": "colocated", "training__ranks": 4, "engine__count": 4},
+        {"placement__mode": "colocated", "training__ranks": 4, "engine__count": 4, "weights__transport": "ipc"},
+        {"weights__transport": "delta", "weights__carrier": "disk", "weights__directory": "s3://weights"},
         {"engine__extra": {"enable_chunked_prefill": True}},
     ],
 )
@@ -206,6 +223,11 @@ def test_what_only_a_cpu_cannot_do_is_allowed_on_gpu(values: dict[str, Any]) -> 
         {"training__trainable": r"layers\.[12]\."},
         {"evaluation__every": 5, "data__evaluation": "embedded:sort5"},
         {"sampling__temperature": 2.0, "evaluation__temperature": 2.0},
+        {"weights__transport": "disk", "weights__directory": "/shared"},
+        {"weights__transport": "delta", "weights__carrier": "disk", "weights__directory": "/shared"},
+        {"weights__transport": "delta", "weights__carrier": "ipc"},
+        {"weights__transport": "delta", "placement__mode": "colocated"},
+        {"weights__transport": "delta", "weights__max_changed": 1.0, "weights__max_consecutive_fallbacks": 0},
     ],
 )
 def test_neighbours_of_the_refused_are_allowed(values: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_time import play
-from weight_fakes import UNDISTURBED_S, World, fake_ray
+from weight_fakes import UNDISTURBED_S
+from weight_world import World, fake_ray
 
 from rlpost.types import InfrastructureError, SyncReport
 
@@ -23,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
 STAGES: dict[str, tuple[str, ...]] = {
     "enter": ("error", "late", "stuck", "lost"),
     "stage": ("refuse", "error", "late", "stuck", "lost"),
+    "drain": ("error", "late", "lost"),
     "pause": ("error", "late", "lost"),
     "apply": ("refuse", "error", "late", "stuck", "lost", "wrong", "missing"),
     "answer": ("version",),
@@ -58,6 +60,7 @@ class Plan:
     engines: tuple[int, ...]
     eager: bool
     shared_gpu: bool = False
+    drain: bool = False
     max_fallbacks: int = 3
     faults: list[tuple[int, int, tuple[str, str]]] = field(default_factory=list)
     """Sync, engine, stage and kind."""
@@ -70,7 +73,8 @@ class Plan:
         """Without faults yet."""
         return World(
             engines=self.engines, ranks=max(2, len(self.engines)), carrier=self.carrier, eager=self.eager,
-            shared_gpu=self.shared_gpu, max_consecutive_fallbacks=self.max_fallbacks, **MODES[self.mode],
+            shared_gpu=self.shared_gpu,
+            drain=self.drain, max_consecutive_fallbacks=self.max_fallbacks, **MODES[self.mode],
         )  # fmt: skip
 
 
@@ -85,6 +89,7 @@ def plans(draw: st.DrawFn) -> Plan:
         engines=tuple(engines),
         eager=draw(st.booleans()),
         shared_gpu=shared,
+        drain=draw(st.booleans()),
         max_fallbacks=draw(st.integers(0, 3)),
         faults=draw(st.lists(st.tuples(st.integers(0, SYNCS - 1), st.integers(0, len(engines) - 1), faults), max_size=5)),
         trainer_dies=draw(st.none() | st.none() | st.tuples(st.integers(0, SYNCS - 1), st.integers(0, 12))),

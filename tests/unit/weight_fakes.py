@@ -1,17 +1,5 @@
-"""A small world around the real WeightSync, EnginePool, VllmEngine and TrainerGroup: vLLM, the trainer's ranks, Ray and the links are
-fakes with real state (weights are dictionaries of integers), so that what must hold can be asserted after any faults.
-
-Faults are planned by engine and stage, and happen one a call, in order:
-
-    describe  telling where tensors lie          refuse  takes what comes, then says no
-    enter     joining a link                     error   fails at once; where a link needs all its members, others wait for this one
-    stage     receiving a message                late    does it just after the driver gave it up
-    pause     before the weights come in         stuck   never ends
-    apply     bringing the weights in            lost    the engine's process dies
-    answer    the acknowledgement                wrong, missing, version: says that it is done, but an element, a tensor or the
-    commit    stamping the version                       version is not right
-    resume    generating again
-    sums      naming what differs
+"""Fakes around the driver's side of a weight sync: links, trainer ranks and vLLM, small but with real state (weights are dictionaries of
+integers). What must hold is checked at each change; weight_world.py puts them together.
 """
 
 from __future__ import annotations
@@ -19,31 +7,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import pickle
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import ray
-
-from rlpost.rollout.engine import EngineSettings, VllmEngine
-from rlpost.rollout.pool import EnginePool
-from rlpost.training.group import TrainerGroup
-from rlpost.types import Layout, SyncAcknowledgement, SyncPlan, SyncRefusedError, SyncReport, WeightsManifest
-from rlpost.weights.coordinator import GRACE_S, MODULUS, WeightSync
+from rlpost.types import Layout, SyncPlan, SyncRefusedError, WeightsManifest
+from rlpost.weights.coordinator import GRACE_S, MODULUS
 from rlpost.weights.links import LinkSettings, carrier
-from rlpost.weights.policy import SyncSettings
 from rlpost.weights.sender import SendReport
+
+if TYPE_CHECKING:
+    from weight_world import World
 
 NAMES, TRAINED = ("embed", "layer", "frozen"), (True, True, False)
 SIZE = 4
 """Elements of each tensor, all of one dimension."""
 
 TIMEOUT_S = 300.0
-LATE_S = TIMEOUT_S + GRACE_S + 1
+DRAIN_S = 900.0
+LATE_S, LATE_DRAIN_S = TIMEOUT_S + GRACE_S + 1, DRAIN_S + GRACE_S + 1
 FOREVER_S = 1e9
 POLL_S = 10.0
 UNDISTURBED_S = 2 * POLL_S
@@ -175,6 +156,7 @@ class FakeRank:
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
         """As RankActor.call."""
         if method == "open_weights":
+            self._world.opened.append(tuple(arguments))
             return self._world.manifest
         name, *rest = arguments
         self.calls.append(name)
@@ -234,6 +216,7 @@ class FakeRank:
             raise SyncRefusedError("broken", f"weights could not be sent to all engines: {error}") from error
 
     async def send_weights(self, plan: SyncPlan) -> SendReport:
+        self._pending = None
         self._hash(plan.verify)
         payload = elements(self._world.trainer, trained_only=plan.mode == "trained")
         if self._world.settings.adapters:  # the model under it, as it was
@@ -303,11 +286,11 @@ class FakeCore:
         if not self.paused and self.stamp >= 0 and self.weights != truth:
             self._world.violations.append(f"engine {self.index} generates with {self.weights} as version {self.stamp}, which is {truth}")
 
-    async def _meets(self, stage: str) -> str:
+    async def meets(self, stage: str) -> str:
         """The planned fault of this call, or "". What concerns only the call itself happens here."""
         fault = self._world.next_fault(self.index, stage)
         if fault == "late":
-            await asyncio.sleep(LATE_S)
+            await asyncio.sleep(LATE_DRAIN_S if stage == "drain" else LATE_S)
         elif fault == "stuck":
             await asyncio.sleep(FOREVER_S)
         elif fault == "lost":
@@ -320,13 +303,13 @@ class FakeCore:
     async def update_weight_version(self, version: str) -> None:
         async with self._turn:
             if int(version) >= 0:
-                await self._meets("commit")
+                await self.meets("commit")
             self.stamp = int(version)
             self._check()
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         async with self._turn:
-            await self._meets("pause")
+            await self.meets("pause")
             if not self.paused:
                 self.pauses += 1
                 self._paused_at = asyncio.get_running_loop().time()
@@ -334,7 +317,7 @@ class FakeCore:
 
     async def resume_generation(self) -> None:
         async with self._turn:
-            await self._meets("resume")
+            await self.meets("resume")
             if self.paused:
                 self.longest_pause_s = max(self.longest_pause_s, asyncio.get_running_loop().time() - self._paused_at)
             self.paused = False
@@ -350,7 +333,7 @@ class FakeCore:
         return [pickle.dumps(answer) for answer in answers]
 
     async def _describe(self, manifest: WeightsManifest) -> list[dict[str, Any]]:
-        await self._meets("describe")
+        await self.meets("describe")
         why = self._world.packed.get(self.index, "")
         return [{"layout": layout, "proof": "received" if why else "live", "why": why} for layout in self._layouts()]
 
@@ -359,7 +342,7 @@ class FakeCore:
         return [(None,) * len(NAMES) if self.workers == 1 else (((part * w, part * (w + 1)),),) * len(NAMES) for w in range(self.workers)]
 
     async def _enter(self, settings: LinkSettings, first_rank: int) -> list[None]:
-        await self._meets("enter")
+        await self.meets("enter")
         link = self._world.links[settings.port]
         if (link.settings.name, link.settings.world, link.settings.sender) != (settings.name, settings.world, settings.sender):
             self._world.violations.append(f"engine {self.index} was sent to {link.settings} as {settings}")
@@ -382,7 +365,7 @@ class FakeCore:
         return [None] * self.workers
 
     async def _receive(self, plan: SyncPlan) -> None:
-        fault = await self._meets("stage")
+        fault = await self.meets("stage")
         message = await self._link(plan).receive(self.index, plan)
         if fault == "refuse":
             raise SyncRefusedError("corrupt", "the delta that came is damaged")
@@ -400,7 +383,7 @@ class FakeCore:
         if not self.paused and self.stamp >= 0:
             self._world.violations.append(f"engine {self.index} generates as version {self.stamp} while its weights change")
         self.fulls += plan.mode == "full"
-        fault = await self._meets("apply")
+        fault = await self.meets("apply")
         try:
             if plan.mode in ("delta", "adapter"):
                 changes, self._staged = self._staged, None
@@ -427,264 +410,5 @@ class FakeCore:
         return [tensor_sums(self.weights, layout) for layout in self._layouts()]
 
     async def _tensor_sums(self) -> list[dict[str, int]]:
-        await self._meets("sums")
+        await self.meets("sums")
         return self._sums()
-
-
-class QuietSettings(EngineSettings):
-    """Of an engine that is no process of its own."""
-
-    def environment(self) -> dict[str, str]:
-        """Nothing: it would be this process's."""
-        return {}
-
-
-class Engine(VllmEngine):
-    """The real engine over a fake vLLM."""
-
-    def __init__(self, settings: EngineSettings, core: FakeCore, world: World) -> None:
-        super().__init__(settings)
-        self.core, self._world = core, world
-
-    async def start(self) -> dict[str, Any]:
-        """As the real one, after it loaded the model."""
-        self.llm = self.core
-        self.version = self.core.stamp = 0
-        self._adapter = object()  # vLLM's request for it, which is not asked for again
-        return {}
-
-    async def apply_weights(self, plan: SyncPlan) -> SyncAcknowledgement:
-        """As the real one; the answer may be another."""
-        answer = await super().apply_weights(plan)
-        wrong = self._world.next_fault(self.core.index, "answer") == "version"
-        return replace(answer, version=answer.version - 1) if wrong else answer
-
-
-def heard(task: asyncio.Task[Any]) -> None:
-    """Nobody need ask how it ended."""
-    if not task.cancelled():
-        task.exception()
-
-
-class FakeActor:
-    """Ray's handle of an actor: ``actor.method.remote(...)``. A call that nobody waits for any more goes on all the same."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def __getattr__(self, method: str) -> Any:
-        def remote(*arguments: Any) -> Any:
-            task = asyncio.ensure_future(self._run(method, arguments))
-            task.add_done_callback(heard)
-            return asyncio.shield(task)
-
-        return SimpleNamespace(remote=remote)
-
-    async def _run(self, method: str, arguments: Any) -> Any:
-        if not self._died.done():
-            call = asyncio.ensure_future(getattr(self.target, method)(*arguments))
-            call.add_done_callback(heard)
-            await asyncio.wait({call, self._died}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._died.done():
-                try:
-                    return call.result()
-                except Exception as error:
-                    raise ray.exceptions.RayTaskError(method, "", error) from error
-            call.cancel()
-        raise ray.exceptions.RayActorError()
-
-    def die(self) -> None:
-        """Calls that run, and later ones, fail."""
-        if not self._died.done():
-            self._died.set_result(None)
-
-
-class Pool(EnginePool):
-    """The real pool over fake actors."""
-
-    world: World
-
-    def _spawn(self, index: int) -> FakeActor:
-        settings = self.settings[index]
-        return FakeActor(Engine(settings, FakeCore(index, settings.tensor_parallel, self.world), self.world))
-
-
-class World:
-    """Trainer ranks and engines around one WeightSync. Use it inside :func:`virtual_time.play`; begin with :meth:`start`."""
-
-    def __init__(
-        self,
-        *,
-        engines: Sequence[int] = (1, 1),
-        ranks: int = 2,
-        carrier: str = "collective",
-        eager: bool = True,
-        frozen: bool = True,
-        **settings: Any,
-    ) -> None:
-        """``engines``: the tensor-parallel workers of each. ``frozen``: training never changes one of the tensors."""
-        self.eager = eager
-        self.base: Weights = {name: tuple(range(SIZE)) for name in NAMES}
-        self.trainer, self.truth = dict(self.base), {0: dict(self.base)}
-        self.violations: list[str] = []
-        self.hits: list[tuple[int, str, str]] = []
-        """Faults that happened: engine, stage, kind."""
-        self.packed: dict[int, str] = {}
-        self.links: list[FakeLink] = []
-        self.directory: dict[int, tuple[SyncPlan, Any]] = {}
-        self.broken_sends = 0
-        self.calls_to_live: int | None = None
-        """How many calls the trainer lives to answer; None: for ever."""
-        self.cuts = [SIZE * rank // ranks for rank in range(ranks + 1)]
-        self.manifest = WeightsManifest(
-            names=NAMES, shapes=((SIZE,),) * len(NAMES), dtypes=("float32",) * len(NAMES), cuts=(tuple(self.cuts),) * len(NAMES),
-            trained=TRAINED if frozen else (True,) * len(NAMES), bucket_bytes=1 << 20,
-        )  # fmt: skip
-        self.settings = SyncSettings(
-            **{
-                "carrier": carrier, "deltas": True, "engine_dtype": "float32", "bucket_bytes": 1 << 20, "timeout_s": TIMEOUT_S,
-                "verify": "every_sync", "directory": "somewhere", **settings,
-            }
-        )  # fmt: skip
-        self.workers = list(engines)
-        self.ranks: list[FakeRank] = []
-        self._faults: dict[tuple[int, str], deque[str]] = {}
-        self.trainer_is_dead = False
-
-    async def start(self) -> SyncReport:
-        """Everything comes up, and the first sync is done."""
-        await self.connect()
-        return await self.sync.sync(0)
-
-    async def step(self, version: int, changed: int = 1) -> SyncReport:
-        """The trainer comes to ``version``, and the engines must too."""
-        self.train(version, changed)
-        report = await self.sync.sync(version)
-        self.assert_synced(version, version + 1)
-        return report
-
-    async def repair(self, version: int) -> dict[str, int]:
-        """Lost engines are replaced and get ``version``. Returns the reasons counted."""
-        counted: dict[str, int] = {}
-
-        async def give(gone: list[int]) -> None:
-            counted.update(await self.sync.give(gone, version))
-
-        await self.pool.repair(give)
-        return counted
-
-    async def connect(self) -> None:
-        """Everything comes up."""
-        self.ranks = [FakeRank(index, self) for index in range(len(self.cuts) - 1)]
-        self.rank_actors = [FakeActor(rank) for rank in self.ranks]
-        common: dict[str, Any] = {"dtype": "float32", "device": "cpu", "in_actor": True, "max_model_len": 8, "max_num_seqs": 8}
-        settings = [
-            QuietSettings(name=f"engine-{index}", model_path="", block_size=32, prefix_caching=True, tensor_parallel=workers, **common)
-            for index, workers in enumerate(self.workers)
-        ]
-        self.pool = Pool(settings, [{}] * len(settings), request_timeout_s=900, start_timeout_s=900, max_restarts=9)
-        self.pool.world = self
-        await self.pool.start()
-        self.sync = WeightSync(TrainerGroup("trainer", self.rank_actors, 1800), self.pool, self.settings)
-        await self.sync.connect()
-
-    async def around(self, scenario: Coroutine[Any, Any, Any]) -> Any:
-        """Run a scenario; at its end the engines are stopped."""
-        try:
-            return await scenario
-        finally:
-            await self.pool.stop()
-
-    def train(self, version: int, changed: int = 1) -> None:
-        """The trainer comes to ``version``; that many elements of its tensors change."""
-        keys = list(elements(self.trainer, trained_only=True))
-        self.trainer = put(self.trainer, {keys[(version + step) % len(keys)]: 100 * version + step for step in range(changed)})
-        self.truth[version] = dict(self.trainer)
-        for core in self.cores:
-            core.pauses, core.fulls, core.longest_pause_s = 0, 0, 0.0
-
-    @property
-    def cores(self) -> list[FakeCore]:
-        """Of all engines."""
-        return [actor.target.core for actor in self.pool.actors]
-
-    @property
-    def live(self) -> list[int]:
-        """Engines that the pool takes to be alive."""
-        return [index for index, alive in enumerate(self.pool.router.alive) if alive]
-
-    # ---- faults ----------------------------------------------------------------------------------------------------
-
-    def plan(self, engine: int, stage: str, *faults: str) -> None:
-        """The next calls of this stage meet these faults."""
-        self._faults.setdefault((engine, stage), deque()).extend(faults)
-
-    def next_fault(self, engine: int, stage: str) -> str:
-        """The planned fault of this call, or ""."""
-        planned = self._faults.get((engine, stage))
-        if not planned:
-            return ""
-        fault = planned.popleft()
-        self.hits.append((engine, stage, fault))
-        return fault
-
-    def set_back(self, engine: int) -> tuple[str, str]:
-        """An engine is at its start again, and nobody noticed. Returns the kind of this fault."""
-        core = self.cores[engine]
-        core.weights, core.stamp, self.pool.actors[engine].target.version = dict(self.base), 0, 0
-        return "before", "behind"
-
-    def kill(self, engine: int) -> None:
-        """The process of an engine dies."""
-        self.pool.actors[engine].die()
-        for link in self.links:
-            if engine in link.members:
-                link.break_off(f"connection closed by peer {engine}")
-
-    def trainer_works(self) -> None:
-        """Rank 0 gets a call; it may be its last."""
-        if self.calls_to_live is not None:
-            self.calls_to_live -= 1
-            if self.calls_to_live < 0:
-                self.trainer_is_dead = True
-                self.rank_actors[0].die()
-                for link in self.links:
-                    link.break_off("connection closed by the trainer")
-
-    # ---- what must hold --------------------------------------------------------------------------------------------
-
-    def check_all_hold(self, version: int) -> None:
-        """Asked when a baseline advances."""
-        for index in self.live:
-            core = self.cores[index]
-            if (core.weights, core.stamp) != (self.trainer, version):
-                self.violations.append(f"the baseline moved to {version}, but engine {index} holds {core.weights} as {core.stamp}")
-
-    def assert_synced(self, version: int, syncs: int) -> None:
-        """After a sync that returned, the ``syncs``-th."""
-        assert self.violations == []
-        for index in self.live:
-            core, engine = self.cores[index], self.pool.actors[index].target
-            assert (core.weights, core.stamp, engine.version, core.paused) == (self.trainer, version, version, False), f"engine {index}"
-        for rank in self.ranks:
-            assert len(rank.advanced) == syncs and rank.advanced[-1] == version
-            assert self.settings.deltas is False or rank.baseline == {
-                key: value for key, value in elements(self.trainer, trained_only=True).items() if key[1] in rank.rows
-            }
-        assert self.sync.version == version
-
-    def assert_not_synced(self, before: int, syncs: int) -> None:
-        """After a sync that raised; ``before`` is the version of the last one that returned."""
-        assert self.violations == []
-        assert all(len(rank.advanced) == syncs for rank in self.ranks if not self.trainer_is_dead)
-        assert self.sync.version == before
-        stuck = {engine for engine, stage, kind in self.hits if kind in ("stuck", "lost") or stage == "resume"}
-        assert [index for index in self.live if index not in stuck and self.cores[index].paused] == []
-
-
-@contextmanager
-def fake_ray() -> Iterator[None]:
-    """Actors can be killed, and virtual time does not go by in thousandths."""
-    with patch.object(ray, "kill", lambda actor: actor.die()), patch("rlpost.rollout.engine.STAGE_POLL_S", POLL_S):
-        yield
