@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from rlpost.config.algorithms import is_offline
 from rlpost.config.checks import check
 from rlpost.config.derive import derive, format_derived, resolve_device
 from rlpost.config.help import format_help
@@ -57,14 +58,14 @@ def dry_run(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
 
 def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
     """Load inputs, start Ray and all parts, run the loop. The last line printed is ``run: DIRECTORY``."""
+    from rlpost.driver.inputs import Inputs, OfflineInputs, load_inputs, load_offline_inputs
     from rlpost.driver.run import RunContext, run_with_restarts
     from rlpost.driver.run_directory import open_run, write_config
-    from rlpost.driver.setup import load_inputs
     from rlpost.observe import Console, make_trackers, setup_logging
 
     config = loaded.config
-    inputs = load_inputs(config)
-    derived = derive(config, device=resolve_device(config), row_count=len(inputs.prompts))
+    inputs: Inputs | OfflineInputs = load_offline_inputs(config) if is_offline(config.algorithm) else load_inputs(config)
+    derived = derive(config, device=resolve_device(config), row_count=inputs.count)
     run = open_run(config)
     write_config(run, loaded.yaml)
     console = Console(steps=config.schedule.steps, run_dir=run.path)
@@ -74,8 +75,8 @@ def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
             logging.getLogger("rlpost").info(line)
         for warning in [*warnings, *run.warnings]:
             console.warning(warning)
-        if inputs.dropped:
-            console.warning(f"{inputs.dropped} prompts longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped")
+        if line := inputs.dropped_line(config):
+            console.warning(line)
         if run.checkpoint is not None:
             console.message(f"resuming {run.path} from {run.checkpoint.name}")
         names = config.observe.trackers

@@ -94,7 +94,10 @@ class GenerateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardItem:
-    """What a reward function sees of one finished trajectory. ``completion`` is all text after the prompt."""
+    """What a reward sees of one finished trajectory. ``completion`` is all text after the prompt, ``tokens`` the number of sampled tokens.
+
+    ``trajectory_tokens`` ``[tokens]`` are the trajectory's exact tokens, for reward models; functions do not get them.
+    """
 
     trajectory_id: str
     prompt_id: str
@@ -103,6 +106,7 @@ class RewardItem:
     fields: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
     truncated: bool = False
+    trajectory_tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 FailureKind = Literal["raised", "timeout", "not_a_number", "wrong_type", "worker_died", "not_scorable", "environment"]
@@ -191,11 +195,17 @@ class Group:
     index: int
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None
+    """A greedy episode of the prompt, for algorithms that compare with it; never trained on."""
+
+
+MAIN_WEIGHT = "weight"
+"""The weight of components that name no other: LossTerms.weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """One trajectory as the trainer sees it: what each token is worth, blind to the algorithm. Arrays ``[tokens]``.
+    """One sequence as the trainer sees it: what each token is worth, blind to the algorithm. Arrays ``[tokens]``.
 
     ``weight`` is the token's share in the loss (0 where nothing is trained), ``advantage`` its advantage,
     ``old_logprobs`` the denominator of the importance ratio (None: the current policy itself, ratio 1).
@@ -210,19 +220,51 @@ class LossTerms:
     tokens: np.ndarray
     trainable: np.ndarray
     weight: np.ndarray
-    advantage: np.ndarray
-    parity_logprobs: np.ndarray
+    advantage: np.ndarray | None = None
+    parity_logprobs: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Whatever else a loss term reads of each token, by name (returns, old values, further weights ...)."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Whatever a loss term reads of the whole sequence, by name (its pair, its side, its margin ...)."""
+    scored: bool = False
+    """A model with a value head is asked for the value of the trained tokens themselves (a reward model's score at the last token),
+    not of the state before them (a critic's value)."""
+
+
+DataKind = Literal["conversation", "pair", "labelled"]
+"""What rows of an offline data set hold: whole conversations, two answers of which one is preferred, or an answer and whether it is
+wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyCorrection:
+    """How far the policy that is trained is from the one that sampled: the weight w = pi / pi_engine and what is made of it.
+
+    ``level``: one w a token (``token``), one a sequence, the product (``sequence``) or the geometric mean (``geometric``) of its tokens'.
+    ``action``: w cut at ``high`` (``truncate``), w where it lies between ``low`` and ``high`` and else 0 (``mask``), or w cut at both
+    (``clip``). No gradient flows through it.
+    """
+
+    level: Literal["token", "sequence", "geometric"]
+    action: Literal["truncate", "mask", "clip"]
+    low: float = 0.0
+    high: float = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossComponent:
-    """One summand of the loss: ``coefficient * sum(weight * term) / denominator``. ``term`` names one of algorithms.losses.LOSS_TERMS."""
+    """One summand of the loss: ``coefficient * sum(weight * term) / denominator``. ``term`` names one of algorithms.losses.LOSS_TERMS.
+
+    ``weight`` names the weights and their denominator: LossTerms.weight, or one of its columns or scalars.
+    """
 
     term: str
     coefficient: float = 1.0
     parameters: Mapping[str, float | str] = field(default_factory=dict)
+    weight: str = MAIN_WEIGHT
+    correction: OffPolicyCorrection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

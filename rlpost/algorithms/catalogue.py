@@ -1,30 +1,70 @@
-"""Name -> algorithm. A new algorithm is one file and one line here, or `package.module:Class` in the user's config."""
+"""Name -> algorithm and loss term. A new one is one file and one line here, or `package.module:name` in the user's config."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
+from rlpost.algorithms.protocol import Algorithm, OfflineAlgorithm, RunFacts
 from rlpost.config.schema import AlgorithmConfig
 from rlpost.plugins import resolve
-from rlpost.types import Group, LossComponent, Trajectory
+from rlpost.types import LossComponent
+
+if TYPE_CHECKING:
+    from rlpost.algorithms.losses import TermFunction
+
+ONLINE = "rlpost.algorithms.online:"
+OFFLINE = "rlpost.algorithms.offline:"
+
+ALGORITHMS = {
+    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "maxrl"), ONLINE + "PolicyGradient"),
+    **dict.fromkeys(("rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "ppo", "distillation"), ONLINE + "PolicyGradient"),
+    "sft": OFFLINE + "SupervisedFineTuning",
+    "dpo": OFFLINE + "DirectPreference",
+    "simpo": OFFLINE + "SimplePreference",
+    "orpo": OFFLINE + "OddsRatioPreference",
+    "kto": OFFLINE + "UnpairedPreference",
+    "reward_model": OFFLINE + "RewardModelling",
+}
+
+LOSS_TERMS = {
+    "policy_clip": "rlpost.algorithms.policy:policy_clip",
+    "reinforce": "rlpost.algorithms.policy:reinforce",
+    "gspo": "rlpost.algorithms.policy:gspo",
+    "gmpo": "rlpost.algorithms.policy:gmpo",
+    "cispo": "rlpost.algorithms.policy:cispo",
+    "sapo": "rlpost.algorithms.policy:sapo",
+    "entropy": "rlpost.algorithms.policy:entropy_bonus",
+    "kl": "rlpost.algorithms.kl:kl_to_reference",
+    "value": "rlpost.algorithms.value:value_loss",
+    "likelihood": "rlpost.algorithms.preference:likelihood",
+    "preference": "rlpost.algorithms.preference:preference",
+    "simple_preference": "rlpost.algorithms.preference:simple_preference",
+    "odds_ratio": "rlpost.algorithms.preference:odds_ratio",
+    "kto": "rlpost.algorithms.preference:kto",
+    "score_pairs": "rlpost.algorithms.preference:score_pairs",
+}
 
 
-class Algorithm(Protocol):
-    """What the driver asks of an algorithm."""
-
-    def advantages(self, group: Group) -> np.ndarray: ...
-
-    def keep(self, group: Group) -> Sequence[Trajectory]: ...
-
-    def components(self) -> list[LossComponent]: ...
+def make_algorithm(config: AlgorithmConfig, facts: RunFacts) -> Algorithm:
+    """The online algorithm that ``config.name`` names. Raises ConfigError when there is none."""
+    return cast(Algorithm, _class(config)(config, facts))
 
 
-ALGORITHMS = {"grpo": "rlpost.algorithms.grpo:Grpo"}
+def make_offline_algorithm(config: AlgorithmConfig) -> OfflineAlgorithm:
+    """The offline algorithm that ``config.name`` names."""
+    return cast(OfflineAlgorithm, _class(config)(config))
 
 
-def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that ``config.name`` names. Raises ConfigError when there is none."""
-    return cast(Algorithm, resolve(config.name, kind="algorithm", group="rlpost.algorithms", catalogue=ALGORITHMS)(config))
+def _class(config: AlgorithmConfig) -> Any:
+    return resolve(config.name, kind="algorithm", group="rlpost.algorithms", catalogue=ALGORITHMS)
+
+
+def find_term(name: str) -> TermFunction:
+    """The loss term of that name. Raises ConfigError when there is none."""
+    return cast("TermFunction", resolve(name, kind="loss term", group="rlpost.loss_terms", catalogue=LOSS_TERMS))
+
+
+def find_terms(components: Sequence[LossComponent]) -> dict[str, TermFunction]:
+    """The functions that these components name."""
+    return {component.term: find_term(component.term) for component in components}

@@ -1,37 +1,71 @@
-"""Per-token loss terms. Each takes the targets of a micro-batch and returns ``[targets]``, to be weighted and summed.
+"""What a loss is made of: terms over the targets of a micro-batch, weighted, summed, and divided by global denominators.
 
-A logprob that the engine could not give (NaN) counts as the current policy's own: ratio exactly 1 on both sides.
+A term takes :class:`Targets` and returns one value a target ``[targets]``, or one a sequence ``[sequences]`` where it compares
+sequences. A logprob that the engine could not give (NaN) counts as the current policy's own: ratio exactly 1 on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-MOST_LOG_RATIO = 20.0
-"""Log ratios are cut here: exp overflows float32 at 88, and inf * 0 in the backward pass would make every gradient NaN."""
+from rlpost.algorithms.estimators import MOST_LOG_RATIO
+from rlpost.types import MAIN_WEIGHT, LossComponent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What a term may read, all ``[targets]`` float32. ``logprobs`` and ``entropy`` carry gradients."""
+    """What a term may read of one micro-batch, float32, ``[targets]`` unless said otherwise. Sequences are always whole.
+
+    ``logprobs`` and ``entropy`` carry gradients, or ``values`` does, of a model with a value head.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    advantage: torch.Tensor
-    old_logprobs: torch.Tensor | None
-    reference_logprobs: torch.Tensor | None
+    sequence: torch.Tensor
+    """Index of each target's sequence, int64; targets of a sequence are neighbours."""
+    sequences: int
+    values: torch.Tensor | None = None
+    advantage: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """``[sequences]``."""
+
+    def known(self, values: torch.Tensor | None) -> torch.Tensor:
+        """``values`` where they are finite, else the current logprobs without their gradient."""
+        current = self.logprobs.detach()
+        return current if values is None else torch.where(torch.isfinite(values), values, current)
+
+    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the targets of each sequence ``[sequences]``."""
+        return values.new_zeros(self.sequences).index_add(0, self.sequence, values)
+
+    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over the targets of each sequence ``[sequences]``; 0 for one without targets."""
+        return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values)).clamp(min=1.0)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """A value a sequence, repeated for each of its targets."""
+        return values.index_select(0, self.sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A term and what to report of it: ``means`` are averaged like the loss, ``maxima`` over all tokens. ``[targets]`` each."""
+    """A term and what to report of it, all ``[targets]`` or all ``[sequences]``.
+
+    ``means`` are averaged like the loss, ``maxima`` are over everything.
+    """
 
     loss: torch.Tensor
     means: Mapping[str, torch.Tensor] = field(default_factory=dict)
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+TermFunction = Callable[..., Term]
 
 
 def log_ratio(targets: Targets) -> torch.Tensor:
@@ -39,40 +73,45 @@ def log_ratio(targets: Targets) -> torch.Tensor:
 
     Where the old logprob is unknown it is exactly 0, with the gradient of log pi.
     """
-    current = targets.logprobs
-    if targets.old_logprobs is None:
-        return current - current.detach()
-    old = torch.where(torch.isfinite(targets.old_logprobs), targets.old_logprobs, current.detach())
-    return (current - old).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    return (targets.logprobs - targets.known(targets.old_logprobs)).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
-def policy_clip(targets: Targets, *, clip_low: float, clip_high: float) -> Term:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` (PPO, Schulman et al. 2017, eq. 7; two bounds as in DAPO)."""
-    ratio = log_ratio(targets).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    unclipped_gain, clipped_gain = ratio * targets.advantage, clipped * targets.advantage
-    with torch.no_grad():
-        hit = (clipped_gain < unclipped_gain).float()
-    return Term(loss=-torch.minimum(unclipped_gain, clipped_gain), means={"clip_fraction": hit}, maxima={"ratio_max": ratio.detach()})
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One component's term on one micro-batch, with the weight of each of its values and the denominator."""
+
+    component: LossComponent
+    term: Term
+    weight: torch.Tensor
+    """What the term's and the correction's means are averaged by: not the corrected weight, which may be 0."""
+    denominator: float
+    means: Mapping[str, torch.Tensor]
+    """What the correction reports ``[targets]``."""
 
 
-def kl_to_reference(targets: Targets, *, estimator: str) -> Term:
-    """KL(pi || reference) of each token from its sample, with d = log ref - log pi (Schulman 2020).
+def total_loss(
+    components: Sequence[LossComponent],
+    targets: Targets,
+    weight: torch.Tensor,
+    denominators: Mapping[str, float],
+    terms: Mapping[str, TermFunction],
+) -> tuple[torch.Tensor, list[Part]]:
+    """The micro-batch's share of the loss, and its parts. ``denominators`` are counted over the whole optimizer step, by weight.
 
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    A denominator of 0 means that all those weights are 0.
     """
-    if targets.reference_logprobs is None:
-        raise AssertionError("the KL term needs reference logprobs")
-    current = targets.logprobs
-    reference = torch.where(torch.isfinite(targets.reference_logprobs), targets.reference_logprobs, current.detach())
-    delta = reference - current
-    value = {"k1": lambda: -delta, "k2": lambda: 0.5 * delta.square(), "k3": lambda: delta.exp() - 1.0 - delta}[estimator]()
-    return Term(loss=value, means={"kl": value.detach()})
+    from rlpost.algorithms.correction import correction_factor
 
-
-def entropy_bonus(targets: Targets) -> Term:
-    """Minus the entropy of the whole distribution at each target."""
-    return Term(loss=-targets.entropy)
-
-
-LOSS_TERMS: dict[str, Callable[..., Term]] = {"policy_clip": policy_clip, "kl": kl_to_reference, "entropy": entropy_bonus}
+    total, parts = weight.new_zeros(()), []
+    for component in components:
+        term = terms[component.term](targets, **component.parameters)
+        own = weight if component.weight == MAIN_WEIGHT else {**targets.columns, **targets.scalars}[component.weight]
+        denominator = denominators[component.weight] or 1.0
+        means: Mapping[str, torch.Tensor] = {}
+        loss = term.loss
+        if component.correction is not None:
+            factor, means = correction_factor(component.correction, targets)
+            loss = factor * loss
+        total = total + component.coefficient * (own * loss).sum() / denominator
+        parts.append(Part(component=component, term=term, weight=own, denominator=denominator, means=means))
+    return total, parts

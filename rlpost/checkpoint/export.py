@@ -1,4 +1,4 @@
-"""Write the policy as a Hugging Face directory that transformers and vLLM load."""
+"""Write the trained model (a policy, or a reward model) as a Hugging Face directory that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlpost.training.head import SCORE
 from rlpost.weights.shards import ADAPTER_NAMES
 
 MODEL_PREFIX = "model."
@@ -44,9 +45,11 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str) -> None:
     tensors = [(name.removeprefix(MODEL_PREFIX), tensor) for name, tensor in state.items()]
     if rank := OmegaConf.select(config, "training.lora.rank", default=0):
         tensors = merge_adapters(dict(tensors), config.training.lora.alpha / rank)
-    if _model_config(source).get("tie_word_embeddings"):
+    model_config = _model_config(source)
+    if getattr(model_config, "tie_word_embeddings", False):
         tensors = [(name, tensor) for name, tensor in tensors if name != "lm_head.weight"]
-    export_model(directory, tensors, Path(source), getattr(torch, dtype))
+    changes = classifier_config(model_config) if SCORE in dict(tensors) else {}
+    export_model(directory, tensors, Path(source), getattr(torch, dtype), changes)
 
 
 def merge_adapters(tensors: dict[str, torch.Tensor], scaling: float) -> list[tuple[str, torch.Tensor]]:
@@ -62,14 +65,38 @@ def merge_adapters(tensors: dict[str, torch.Tensor], scaling: float) -> list[tup
     return merged
 
 
-def _model_config(source: str) -> dict[str, Any]:
+def _model_config(source: str) -> Any:
     from transformers import AutoConfig
 
-    return dict(AutoConfig.from_pretrained(source).to_dict())
+    return AutoConfig.from_pretrained(source)
 
 
-def export_model(directory: Path, tensors: Sequence[tuple[str, torch.Tensor]], source: Path, dtype: torch.dtype) -> None:
-    """Write ``tensors`` in ``dtype`` as safetensors, with the configuration and tokenizer files of ``source``.
+def classifier_config(source: Any) -> dict[str, Any]:
+    """What config.json says of a reward model that was made of a model with the configuration ``source``.
+
+    transformers scores a row at its last token that is not the padding token. Where padding is also an end token, that would be the
+    token before the end, and not where the model was trained: such a model gets no padding token, so that transformers scores
+    rows one by one at their very end, and refuses a padded batch.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    ends = source.eos_token_id if isinstance(source.eos_token_id, list) else [source.eos_token_id]
+    return {
+        "architectures": [AutoModelForSequenceClassification._model_mapping[type(source)].__name__],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": None if source.pad_token_id in ends else source.pad_token_id,
+    }
+
+
+def export_model(
+    directory: Path,
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    source: Path,
+    dtype: torch.dtype,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``tensors`` in ``dtype`` as safetensors, with the configuration (with ``changes``) and tokenizer files of ``source``.
 
     ``directory`` appears at once or not at all. Raises FileExistsError when it is already there.
     """
@@ -98,12 +125,12 @@ def export_model(directory: Path, tensors: Sequence[tuple[str, torch.Tensor]], s
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard}}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    copy_model_files(source, partial, str(dtype).removeprefix("torch."))
+    copy_model_files(source, partial, str(dtype).removeprefix("torch."), changes)
     os.rename(partial, directory)
 
 
-def copy_model_files(source: Path, target: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer files; ``source`` may be a hub name, then transformers writes them."""
+def copy_model_files(source: Path, target: Path, dtype: str, changes: Mapping[str, Any] | None = None) -> None:
+    """Copy configuration (with ``changes``) and tokenizer files; ``source`` may be a hub name, then transformers writes them."""
     if source.is_dir():
         for file in source.iterdir():
             if file.is_file() and file.name.startswith(CARRIED_OVER):
@@ -114,6 +141,6 @@ def copy_model_files(source: Path, target: Path, dtype: str) -> None:
         AutoConfig.from_pretrained(str(source)).save_pretrained(target)
         AutoTokenizer.from_pretrained(str(source)).save_pretrained(target)
     config = json.loads((target / "config.json").read_text())
-    config["dtype"] = dtype
+    config |= {"dtype": dtype, **(changes or {})}
     config.pop("torch_dtype", None)
     (target / "config.json").write_text(json.dumps(config, indent=2))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
+from rlpost.config.algorithm_checks import check_algorithm, warn_algorithm
+from rlpost.config.algorithms import is_offline, with_defaults
 from rlpost.config.derive import (
     SINGLE_TURN,
     Device,
@@ -35,7 +37,8 @@ CPU_BLOCK_TOKENS = 32
 """vLLM's CPU attention takes KV blocks of a multiple of this many tokens."""
 
 AT_LEAST_ONE = (
-    "data.max_prompt_tokens", "data.limit", "environment.max_turns", "reward_runner.workers", "algorithm.group_size",
+    "data.max_prompt_tokens", "data.max_tokens", "data.limit", "environment.max_turns", "algorithm.epochs", "algorithm.kl_horizon",
+    "algorithm.critic.ranks", "algorithm.filter.max_resampled", "reward_runner.workers", "algorithm.group_size",
     "algorithm.minibatches", "sampling.max_new_tokens", "schedule.steps", "schedule.prompts_per_step", "training.ranks",
     "training.micro_batch_tokens", "training.logprob_chunk_tokens", "training.threads", "engine.count", "engine.tensor_parallel",
     "engine.max_model_len", "engine.max_num_seqs", "engine.kv_cache_mib", "engine.block_size", "engine.threads", "weights.bucket_mib",
@@ -43,20 +46,26 @@ AT_LEAST_ONE = (
     "evaluation.prompts", "evaluation.samples", "evaluation.max_new_tokens", "checkpoint.keep", "observe.rollouts_every",
 )  # fmt: skip
 AT_LEAST_ZERO = (
-    "seed", "training.lora.rank", "algorithm.clip_high", "algorithm.kl_coefficient", "schedule.max_staleness",
-    "training.optimizer.weight_decay",
-    "training.optimizer.clip_norm", "training.optimizer.warmup_steps", "engine.max_restarts", "placement.trainer_cpus",
-    "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every", "checkpoint.max_restarts",
-    "weights.max_consecutive_fallbacks",
+    "seed", "training.lora.rank", "algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl_coefficient",
+    "algorithm.correction.low", "algorithm.shaping.overlong_buffer", "algorithm.shaping.overlong_penalty",
+    "algorithm.shaping.length_penalty", "algorithm.critic.warmup_steps", "algorithm.critic.clip", "algorithm.preference.likelihood",
+    "algorithm.preference.centering", "algorithm.preference.desirable", "algorithm.preference.undesirable", "schedule.max_staleness",
+    "training.optimizer.weight_decay", "training.optimizer.clip_norm", "training.optimizer.warmup_steps", "engine.max_restarts",
+    "placement.trainer_cpus", "placement.engine_cpus", "evaluation.every", "evaluation.temperature", "checkpoint.every",
+    "checkpoint.max_restarts", "weights.max_consecutive_fallbacks",
 )  # fmt: skip
 ABOVE_ZERO = (
     "environment.timeout_s", "reward_runner.timeout_s", "schedule.rollout_timeout_s", "schedule.phase_timeout_s",
     "schedule.start_timeout_s", "training.optimizer.lr", "training.optimizer.eps", "engine.request_timeout_s",
-    "weights.timeout_s", "placement.timeout_s", "training.lora.alpha",
+    "weights.timeout_s", "placement.timeout_s", "training.lora.alpha", "algorithm.kl_target", "algorithm.correction.high",
+    "algorithm.critic.lr", "algorithm.critic.coefficient", "algorithm.preference.beta",
 )  # fmt: skip
-SHARES = ("reward_runner.max_failed_fraction", "training.optimizer.final_ratio", "algorithm.clip_low")
-SHARES_ABOVE_ZERO = ("engine.gpu_memory_utilization", "evaluation.top_p", "weights.max_changed")
-BELOW_ONE = ("training.optimizer.beta1", "training.optimizer.beta2")
+SHARES = (
+    "reward_runner.max_failed_fraction", "training.optimizer.final_ratio", "algorithm.gamma", "algorithm.gae_lambda",
+    "algorithm.preference.label_smoothing",
+)  # fmt: skip
+SHARES_ABOVE_ZERO = ("engine.gpu_memory_utilization", "evaluation.top_p", "weights.max_changed", "algorithm.filter.top_entropy")
+BELOW_ONE = ("training.optimizer.beta1", "training.optimizer.beta2", "algorithm.reference_decay")
 TEMPERATURES = ("sampling.temperature", "evaluation.temperature")
 
 MOST_LORA_RANK = 512
@@ -99,10 +108,12 @@ def check(config: RunConfig) -> list[str]:
     Raises one :class:`ConfigError` that lists every problem. Reads the file system (model directory, data files), changes nothing.
     """
     device = resolve_device(config)
-    problems = [problem for function in _CHECKS for problem in function(config, device)]
+    checks = _CHECKS if is_offline(config.algorithm) else (*_CHECKS, *_ENGINE_CHECKS)
+    problems = [problem for function in checks for problem in function(config, device)]
     if problems:
         raise ConfigError(joined(problems, lambda count: f"{count} settings cannot work:"))
-    return [*_warnings(config, device), *warn_inputs(config)]
+    own = [] if is_offline(config.algorithm) else [*_warnings(config, device)]
+    return [*warn_algorithm(config), *own, *_common_warnings(config, device), *warn_inputs(config)]
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -132,11 +143,7 @@ def _ranges(config: RunConfig, device: Device) -> Iterator[str]:
 def _batch(config: RunConfig, device: Device) -> Iterator[str]:
     schedule, algorithm, ranks = config.schedule, config.algorithm, config.training.ranks
     prompts, parts = schedule.prompts_per_step, algorithm.minibatches
-    if algorithm.group_size == 1 and ":" not in algorithm.name and algorithm.advantage.startswith("group"):
-        yield (
-            f"algorithm.group_size is 1, but algorithm.advantage={algorithm.advantage} compares a sample with the others of its group, "
-            "so every advantage would be 0 and nothing would be learnt; set algorithm.group_size=2 or more (8 is usual)"
-        )
+    group_size = 1 if is_offline(algorithm) else algorithm.group_size
     if parts < 1 or prompts < 1 or ranks < 1:
         return  # reported by _ranges
     if prompts % parts:
@@ -146,11 +153,11 @@ def _batch(config: RunConfig, device: Device) -> Iterator[str]:
             f"schedule.prompts_per_step={prompts} cannot be split into algorithm.minibatches={parts} equal parts of whole groups; "
             f"the nearest that fit are schedule.prompts_per_step={nearest}, or algorithm.minibatches={_nearest_divisor(prompts, parts)}"
         )
-    elif prompts // parts * algorithm.group_size < ranks:
-        samples = prompts // parts * algorithm.group_size
-        fitting = -(-ranks // max(1, algorithm.group_size)) * parts
+    elif prompts // parts * group_size < ranks:
+        samples = prompts // parts * group_size
+        fitting = -(-ranks // max(1, group_size)) * parts
         yield (
-            f"a batch of {prompts} prompts x {algorithm.group_size} samples in {parts} minibatch(es) gives {samples} trajectories for "
+            f"a batch of {prompts} prompts x {group_size} samples in {parts} minibatch(es) gives {samples} trajectories for "
             f"training.ranks={ranks}: some ranks would have nothing to train on; the nearest that fits is "
             f"schedule.prompts_per_step={fitting}, or training.ranks={samples}"
         )
@@ -160,31 +167,9 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
-def _algorithm(config: RunConfig, device: Device) -> Iterator[str]:
-    algorithm, staleness = config.algorithm, config.schedule.max_staleness
-    if config.sampling.temperature <= 0:
-        yield (
-            f"sampling.temperature is {config.sampling.temperature}: greedy samples of a group are all equal and their logprobs are not "
-            "those of a distribution; set it above 0 (1.0 is usual). Greedy decoding belongs in evaluation.temperature"
-        )
-    if algorithm.old_logprobs == "current" and (algorithm.minibatches > 1 or staleness > 0):
-        cause = f"schedule.max_staleness={staleness}" if staleness > 0 else f"algorithm.minibatches={algorithm.minibatches}"
-        yield (
-            f"algorithm.old_logprobs=current with {cause}: the importance ratio would be 1 although the samples come from an older "
-            "policy, so nothing corrects or clips; set algorithm.old_logprobs=auto, engine or recompute"
-        )
-    if algorithm.kl_coefficient == 0 and algorithm.reference == "actor":
-        yield (
-            "algorithm.reference=actor, but algorithm.kl_coefficient is 0, so nobody would ask that actor; "
-            "remove algorithm.reference or set algorithm.kl_coefficient above 0"
-        )
-    if algorithm.reference_path is not None and (algorithm.kl_coefficient == 0 or algorithm.reference != "actor"):
-        yield (
-            f"algorithm.reference_path={algorithm.reference_path} would not be used: it is read with algorithm.kl_coefficient above 0 "
-            f"(found {algorithm.kl_coefficient:g}) and algorithm.reference=actor (found {algorithm.reference}); set both or remove it"
-        )
+def _training(config: RunConfig, device: Device) -> Iterator[str]:
     optimizer = config.training.optimizer
-    total = config.schedule.steps * max(1, algorithm.minibatches)
+    total = config.schedule.steps * max(1, config.algorithm.minibatches * config.algorithm.epochs)
     if optimizer.warmup_steps > total:
         yield (
             f"training.optimizer.warmup_steps={optimizer.warmup_steps} is more than the run's {total} optimizer steps, so the peak "
@@ -223,12 +208,17 @@ def _lora(config: RunConfig) -> Iterator[str]:
 
 
 def _rewards(config: RunConfig, device: Device) -> Iterator[str]:
-    if not config.rewards and config.environment.name == SINGLE_TURN:
+    judged = with_defaults(config.algorithm).advantage == "teacher"
+    if not config.rewards and config.environment.name == SINGLE_TURN and not judged:
         yield (
             "rewards is empty, and environment.name=single_turn gives no reward of its own; "
             "name at least one, for example rewards=[{function: exact_match}]"
         )
-    names = [reward.name or re.split(r"[:/]", reward.function)[-1] for reward in config.rewards]
+    for number, reward in enumerate(config.rewards):
+        if (reward.function is None) == (reward.model is None):
+            found = "both function and model" if reward.function else "neither function nor model"
+            yield f"rewards.{number} names {found}; give exactly one of them"
+    names = [reward.name or re.split(r"[:/]", reward.function or reward.model or "")[-1] for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"rewards: {names.count(name)} entries are called {name}, so their metrics would be one; give each its own rewards.N.name"
 
@@ -272,6 +262,9 @@ def _engine(config: RunConfig, device: Device) -> Iterator[str]:
                 f"({config.data.max_prompt_tokens} + {longest_continuation(config)} tokens), so engines would refuse or cut samples; "
                 f"set it to {least} or more, or shorten data.max_prompt_tokens or sampling.max_new_tokens"
             )
+
+
+def _length(config: RunConfig, device: Device) -> Iterator[str]:
     problem = micro_batch_problem(config)
     if problem:
         yield problem
@@ -291,6 +284,9 @@ def _placement(config: RunConfig, device: Device) -> Iterator[str]:
             yield f"placement.mode=colocated: {engine.count} engine(s) and {ranks} trainer rank(s) share GPUs; set engine.count={ranks}"
         if config.weights.backend == "nccl":
             yield "weights.backend=nccl with placement.mode=colocated: NCCL refuses two members on one GPU; set weights.backend=auto (gloo)"
+
+
+def _devices(config: RunConfig, device: Device) -> Iterator[str]:
     if device == "gpu":
         return
     auto = " (placement.device=auto found no GPU here)" if config.placement.device == "auto" else ""
@@ -340,13 +336,19 @@ def _observe(config: RunConfig, device: Device) -> Iterator[str]:
             return
 
 
+def _algorithm(config: RunConfig, device: Device) -> Iterator[str]:
+    yield from check_algorithm(config)
+
+
 def _inputs(config: RunConfig, device: Device) -> Iterator[str]:
     yield from check_inputs(config)
 
 
-_CHECKS: tuple[Callable[[RunConfig, Device], Iterator[str]], ...] = (
-    _ranges, _batch, _algorithm, _rewards, _evaluation, _engine, _placement, _weights, _precision, _observe, _inputs,
-)  # fmt: skip
+Check = Callable[[RunConfig, Device], Iterator[str]]
+
+_CHECKS: tuple[Check, ...] = (_ranges, _batch, _algorithm, _training, _evaluation, _length, _devices, _precision, _observe, _inputs)
+_ENGINE_CHECKS: tuple[Check, ...] = (_rewards, _engine, _placement, _weights)
+"""Of what runs that learn from a data set do not have."""
 
 
 def _warnings(config: RunConfig, device: Device) -> Iterator[str]:
@@ -376,15 +378,18 @@ def _warnings(config: RunConfig, device: Device) -> Iterator[str]:
             f"algorithm.old_logprobs=recompute with schedule.max_staleness={schedule.max_staleness}: the ratio begins at the policy "
             "before the update, so the samples' own staleness is not corrected; engine corrects it"
         )
-    if device == "cpu" and resolve_dtype(config, device) == "bfloat16":
-        yield "model.dtype=bfloat16 on CPU is several times slower than float32 without bfloat16 instructions"
     if device == "cpu" and engine.tensor_parallel > 1 and resolve_engine_process(config, device) == "separate":
         yield f"engine.tensor_parallel={engine.tensor_parallel} on CPU is slower than {engine.tensor_parallel} engines (engine.count)"
     evaluation = config.evaluation
-    if evaluation.every == 0 and config.data.evaluation is not None:
-        yield "data.evaluation is set, but evaluation.every is 0: it is never read"
     if evaluation.every > 0 and evaluation.samples > 1 and evaluation.temperature == 0:
         yield f"evaluation.samples={evaluation.samples} with evaluation.temperature=0: greedy samples of a prompt are equal"
+
+
+def _common_warnings(config: RunConfig, device: Device) -> Iterator[str]:
+    if device == "cpu" and resolve_dtype(config, device) == "bfloat16":
+        yield "model.dtype=bfloat16 on CPU is several times slower than float32 without bfloat16 instructions"
+    if config.evaluation.every == 0 and config.data.evaluation is not None:
+        yield "data.evaluation is set, but evaluation.every is 0: it is never read"
     if config.checkpoint.every == 0 and not config.checkpoint.at_end:
         yield "checkpoint.every=0 and checkpoint.at_end=false: nothing is saved, a run cannot be resumed or exported"
     for tracker in config.observe.trackers:

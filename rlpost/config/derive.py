@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlpost.config.schema import RunConfig
+from rlpost.config.algorithms import WITH_REFERENCE, is_offline, with_defaults
+from rlpost.config.schema import AlgorithmConfig, RunConfig
 from rlpost.types import ConfigError
 
 Device = Literal["cpu", "gpu"]
@@ -46,10 +47,13 @@ class Derived:
     minibatch_samples: tuple[int, ...]
     """Prompts (groups) and trajectories of each optimizer step of one batch."""
     optimizer_steps: int
+    algorithm: AlgorithmConfig
+    """Without auto and null: what the algorithm's name stands for is filled in."""
+    offline: bool
     warmup_steps: int
     old_logprobs: str
     reference: str
-    """``none``, ``initial`` (the trainer's own copy) or ``actor``."""
+    """``none``, or algorithm.reference."""
     max_new_tokens: int
     max_model_len: int
     max_model_len_reason: str
@@ -64,6 +68,8 @@ class Derived:
     buffer_slots: int
     engines: int
     ranks: int
+    critic_ranks: int
+    """0 without a critic."""
     row_count: int | None
     epochs: float | None
     bundles: tuple[Bundle, ...]
@@ -136,8 +142,22 @@ def resolve_old_logprobs(config: RunConfig) -> str:
     if algorithm.old_logprobs != "auto":
         return algorithm.old_logprobs
     if config.schedule.max_staleness > 0:
-        return "engine"
-    return "current" if algorithm.minibatches == 1 else "recompute"
+        # A correction stands beside a ratio whose denominator is the policy before the update (decoupled PPO).
+        return "engine" if algorithm.correction.level == "none" else "recompute"
+    return "current" if algorithm.minibatches * algorithm.epochs == 1 else "recompute"
+
+
+def resolve_reference(config: RunConfig) -> str:
+    """``algorithm.reference`` where the loss or the reward reads a reference's logprobs, else none."""
+    algorithm = config.algorithm
+    if is_offline(algorithm):
+        return algorithm.reference if algorithm.name in WITH_REFERENCE else "none"
+    return algorithm.reference if algorithm.kl_coefficient > 0 or with_defaults(algorithm).advantage == "teacher" else "none"
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """Whether advantages come from a value model."""
+    return not is_offline(config.algorithm) and with_defaults(config.algorithm).advantage == "gae"
 
 
 def longest_continuation(config: RunConfig) -> int:
@@ -148,6 +168,8 @@ def longest_continuation(config: RunConfig) -> int:
 
 def needed_model_len(config: RunConfig) -> tuple[int, str]:
     """The longest sequence in tokens that the prompt and the turns can make, and the sum in words."""
+    if is_offline(config.algorithm):
+        return config.data.max_tokens, "data.max_tokens"
     prompt, turn = config.data.max_prompt_tokens, longest_continuation(config)
     if config.environment.name == SINGLE_TURN:
         return prompt + turn, f"prompt {prompt} + continuation {turn}"
@@ -159,7 +181,7 @@ def needed_model_len(config: RunConfig) -> tuple[int, str]:
 def micro_batch_problem(config: RunConfig) -> str | None:
     """Why the longest sequence does not fit in one forward; None when it does."""
     needed, reason = needed_model_len(config)
-    length = config.engine.max_model_len or needed
+    length = needed if is_offline(config.algorithm) else config.engine.max_model_len or needed
     if config.training.micro_batch_tokens >= length:
         return None
     return (
@@ -170,7 +192,7 @@ def micro_batch_problem(config: RunConfig) -> str | None:
 
 
 def placement_bundles(config: RunConfig, device: Device) -> tuple[Bundle, ...]:
-    """One bundle a trainer rank, an engine and, if it is an actor, the reference.
+    """One bundle a trainer rank, an engine, a critic's rank, a reward model and, if it is an actor, the reference. Offline: no engine.
 
     Colocated on GPU an engine and its ``tensor_parallel`` trainer ranks share the GPUs of one bundle. On CPU colocated
     only orders the phases, so the bundles are those of split.
@@ -180,15 +202,19 @@ def placement_bundles(config: RunConfig, device: Device) -> tuple[Bundle, ...]:
     def bundle(role: str, index: int, cpus: float, gpus: int) -> Bundle:
         return Bundle(role, index, {"CPU": cpus, "GPU": float(gpus)} if device == "gpu" else {"CPU": cpus})
 
-    if placement.mode == "colocated" and device == "gpu":
+    offline = is_offline(config.algorithm)
+    if placement.mode == "colocated" and device == "gpu" and not offline:
         cpus = placement.engine_cpus + tensor_parallel * placement.trainer_cpus
         bundles = [bundle("colocated", i, cpus, tensor_parallel) for i in range(config.engine.count)]
     else:
         bundles = [bundle("trainer", i, placement.trainer_cpus, 1) for i in range(config.training.ranks)]
-        bundles += [bundle("engine", i, placement.engine_cpus, tensor_parallel) for i in range(config.engine.count)]
-    if config.algorithm.kl_coefficient > 0 and config.algorithm.reference == "actor":
+        bundles += [bundle("engine", i, placement.engine_cpus, tensor_parallel) for i in range(0 if offline else config.engine.count)]
+    if resolve_reference(config) == "actor":
         bundles.append(bundle("reference", 0, placement.trainer_cpus, 1))
-    return tuple(bundles)
+    if needs_critic(config):
+        bundles += [bundle("critic", i, placement.trainer_cpus, 1) for i in range(config.algorithm.critic.ranks)]
+    models = 0 if offline else sum(reward.model is not None for reward in config.rewards)
+    return (*bundles, *(bundle("reward", i, placement.trainer_cpus, 1) for i in range(models)))
 
 
 def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -> Derived:
@@ -198,27 +224,31 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
     in one micro-batch.
     """
     needed, reason = needed_model_len(config)
-    max_model_len = config.engine.max_model_len or needed
+    max_model_len = needed if is_offline(config.algorithm) else config.engine.max_model_len or needed
     problem = micro_batch_problem(config)
     if problem:
         raise ConfigError(problem)
     schedule, algorithm = config.schedule, config.algorithm
     carrier, deltas, weight_reason = resolve_weight_transport(config, device)
     prompts = schedule.prompts_per_step // algorithm.minibatches
+    offline = is_offline(algorithm)
+    samples = 1 if offline else algorithm.group_size
     seen = schedule.steps * schedule.prompts_per_step
     return Derived(
         device=device,
         dtype=resolve_dtype(config, device),
-        samples_per_step=schedule.prompts_per_step * algorithm.group_size,
+        samples_per_step=schedule.prompts_per_step * samples,
         minibatch_prompts=(prompts,) * algorithm.minibatches,
-        minibatch_samples=(prompts * algorithm.group_size,) * algorithm.minibatches,
-        optimizer_steps=schedule.steps * algorithm.minibatches,
+        minibatch_samples=(prompts * samples,) * algorithm.minibatches,
+        optimizer_steps=schedule.steps * algorithm.minibatches * algorithm.epochs,
+        algorithm=with_defaults(algorithm),
+        offline=offline,
         warmup_steps=config.training.optimizer.warmup_steps,
         old_logprobs=resolve_old_logprobs(config),
-        reference=algorithm.reference if algorithm.kl_coefficient > 0 else "none",
+        reference=resolve_reference(config),
         max_new_tokens=longest_continuation(config),
         max_model_len=max_model_len,
-        max_model_len_reason="engine.max_model_len" if config.engine.max_model_len else reason,
+        max_model_len_reason=reason if offline or not config.engine.max_model_len else "engine.max_model_len",
         micro_batch_tokens=config.training.micro_batch_tokens,
         attention=resolve_attention(config, device),
         engine_process=resolve_engine_process(config, device),
@@ -227,8 +257,9 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
         weight_reason=weight_reason,
         weight_backend=resolve_weight_backend(config, device),
         buffer_slots=(schedule.max_staleness + 1) * schedule.prompts_per_step,
-        engines=config.engine.count,
+        engines=0 if offline else config.engine.count,
         ranks=config.training.ranks,
+        critic_ranks=algorithm.critic.ranks if needs_critic(config) else 0,
         row_count=row_count,
         epochs=seen / row_count if row_count else None,
         bundles=placement_bundles(config, device),
@@ -238,27 +269,42 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
 def format_derived(derived: Derived) -> str:
     """The derived values and the placement as two plain-text tables."""
     d = derived
-    batch = f"{d.samples_per_step} samples, in {len(d.minibatch_samples)} optimizer step(s) of {d.minibatch_samples[0]}"
+    unit = "rows" if d.offline else "samples"
+    epochs = f", {d.algorithm.epochs} times" if d.algorithm.epochs > 1 else ""
+    batch = f"{d.samples_per_step} {unit}, in {len(d.minibatch_samples)} optimizer step(s) of {d.minibatch_samples[0]}{epochs}"
     # Any greedy packing puts at least this many sequences into a row before one does not fit.
     per_forward = d.micro_batch_tokens // d.max_model_len
     forwards = sum(math.ceil(math.ceil(samples / d.ranks) / per_forward) for samples in d.minibatch_samples)
     rows = [
         ("device, dtype", f"{d.device}, {d.dtype}"),
+        ("algorithm", _algorithm_line(d)),
         ("batch of a step", batch),
         ("micro-batches", f"{d.micro_batch_tokens} tokens; about {forwards} a rank and step if every sample is as long as it may be"),
         ("optimizer steps", f"{d.optimizer_steps}, warm-up {d.warmup_steps}"),
         ("training data", "rows not counted" if d.epochs is None else f"{d.row_count} rows, {d.epochs:.2f} epochs"),
         ("longest sequence", f"{d.max_model_len} tokens ({d.max_model_len_reason})"),
-        ("old logprobs", d.old_logprobs),
         ("reference", d.reference),
         ("attention", d.attention),
-        ("rollout buffer", f"{d.buffer_slots} groups"),
-        ("engines", f"{d.engines}, vLLM's core {d.engine_process}"),
         ("trainer ranks", str(d.ranks)),
-        ("weight sync", weight_sync_line(d)),
     ]
+    if not d.offline:
+        rows += [
+            ("old logprobs", d.old_logprobs),
+            ("rollout buffer", f"{d.buffer_slots} groups"),
+            ("engines", f"{d.engines}, vLLM's core {d.engine_process}"),
+            ("weight sync", weight_sync_line(d)),
+        ]
     lines = ["derived:"] + [f"  {name:<18}{value}" for name, value in rows]
     return "\n".join([*lines, "", *_placement_lines(d)])
+
+
+def _algorithm_line(derived: Derived) -> str:
+    """What the algorithm's name stands for."""
+    one = derived.algorithm
+    if derived.offline:
+        return f"{one.name}, offline"
+    bounds = f"clipped at -{one.clip_low:g} and +{one.clip_high:g}"
+    return f"{one.name}: advantage {one.advantage}, loss {one.policy_loss} {bounds}, {one.loss_aggregation}"
 
 
 def weight_sync_line(derived: Derived) -> str:

@@ -47,9 +47,25 @@ class DataConfig:
     evaluation: str | None = option(None, "Held-out prompts in the same forms; needed when evaluation.every > 0.")
     prompt_field: str = option("prompt", "Column with the prompt: text, or a list of chat messages.")
     id_field: str | None = option(None, "Column with a unique id; null numbers the rows.")
+    chosen_field: str = option("chosen", "Offline: column with the preferred answer: text, messages, or the whole conversation.")
+    rejected_field: str = option("rejected", "Offline: column with the refused answer, in the same forms.")
+    completion_field: str = option("completion", "Offline: column with the answer (sft, kto).")
+    messages_field: str = option("messages", "sft: column with whole conversations, for rows that have no prompt.")
+    label_field: str = option("label", "kto: column that says whether the answer is wanted.")
+    margin_field: str = option(
+        "margin", "reward_model: column with the margin of a pair; rows without it have algorithm.preference.margin."
+    )
+    train_on: str = option(
+        "assistant",
+        "sft: tokens that are trained: all assistant turns (assistant), the last one (completion), or every token (all).",
+        ("assistant", "completion", "all"),
+    )
+    max_tokens: int = option(1024, "Offline: longest prompt and answer together in tokens.")
     max_prompt_tokens: int = option(512, "Longest prompt in tokens.")
     overlong_prompts: str = option(
-        "drop", "What happens to longer prompts: dropped and counted, or the run is refused.", ("drop", "refuse")
+        "drop",
+        "What happens to longer prompts (offline: to rows above max_tokens): dropped and counted, or the run is refused.",
+        ("drop", "refuse"),
     )
     shuffle: bool = option(True, "Shuffle each epoch by the run's seed.")
     limit: int | None = option(None, "Use only the first N rows.")
@@ -67,9 +83,10 @@ class EnvironmentConfig:
 
 @dataclass
 class RewardConfig:
-    """One reward function."""
+    """One reward: a function, or a reward model."""
 
-    function: str = option(REQUIRED, "Built-in name, installed entry point, `package.module:function` or `file.py:function`.")
+    function: str | None = option(None, "Built-in name, installed entry point, `package.module:function` or `file.py:function`.")
+    model: str | None = option(None, "Directory of a reward model instead of a function; an actor of its own serves it.")
     name: str | None = option(None, "Name in the metrics (reward/NAME/mean); null takes the function's name.")
     weight: float = option(1.0, "Factor in the sum of all rewards.")
     options: dict[str, Any] = option({}, "Keyword arguments given to the function besides the row's fields.")
@@ -85,43 +102,154 @@ class RewardRunnerConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """The learning algorithm."""
+class CorrectionConfig:
+    """Off-policy correction: weights pi / pi_engine for what was sampled by another policy (or another numerics) than the trained one."""
 
-    name: str = option("grpo", "Catalogue name or `package.module:Class`.")
+    level: str = option(
+        "none",
+        "What gets a weight: each token, or the whole sequence by the product (sequence) or geometric mean (geometric) of its ratios.",
+        ("none", "token", "sequence", "geometric"),
+    )
+    action: str = option(
+        "truncate",
+        "What is made of a weight: cut at high (truncate: TIS), kept between low and high and else 0 (mask: MIS, IcePop), or cut at both (clip).",
+        ("truncate", "mask", "clip"),
+    )
+    low: float = option(0.0, "Lower bound of mask and clip.")
+    high: float = option(2.0, "Upper bound.")
+
+
+@dataclass
+class ShapingConfig:
+    """What is made of rewards before they become advantages."""
+
+    clip_low: float | None = option(None, "Rewards below are raised to it; null does not.")
+    clip_high: float | None = option(None, "Rewards above are lowered to it; null does not.")
+    combine: str = option(
+        "sum",
+        "Several rewards: added up, then compared (sum), or each compared within the group, then added and normalised over the batch (each: GDPO).",
+        ("sum", "each"),
+    )
+    whiten: bool = option(False, "Give the batch's advantages mean 0 and standard deviation 1.")
+    overlong_buffer: int = option(
+        0, "The last N of max_new_tokens cost a growing share of overlong_penalty (DAPO's soft punishment); 0 is off."
+    )
+    overlong_penalty: float = option(1.0, "Taken off the reward of a sample of max_new_tokens tokens.")
+    length_penalty: float = option(0.0, "Taken off the reward of a sample of max_new_tokens tokens, in proportion of shorter ones.")
+
+
+@dataclass
+class FilterConfig:
+    """Which samples are trained on."""
+
+    zero_variance: str = option(
+        "keep",
+        "Groups whose rewards are all equal: in the denominators (keep), left out (drop), or replaced by groups of further prompts (resample: dynamic sampling).",
+        ("keep", "drop", "resample"),
+    )
+    least_mean: float | None = option(None, "Groups with a lower mean reward are treated like those of no variance; null: no bound.")
+    most_mean: float | None = option(None, "Groups with a higher mean reward are treated like those of no variance; null: no bound.")
+    max_resampled: int = option(
+        10, "With resample: the run stops when more than this many times prompts_per_step groups were refused for one step."
+    )
+    truncated: str = option(
+        "keep", "Samples cut at max_new_tokens: trained on, or only in the baseline of their group (drop).", ("keep", "drop")
+    )
+    top_entropy: float = option(1.0, "Train only this share of all tokens, those where the policy's entropy is highest; 1 is all.")
+
+
+@dataclass
+class CriticConfig:
+    """The value model of algorithms that need one (ppo): trainer ranks of its own."""
+
+    path: str | None = option(None, "Model directory that it starts from (a reward model, say); null is model.path, with a new head.")
+    ranks: int = option(1, "Ranks of the critic (one GPU each on a GPU machine).")
+    lr: float | None = option(None, "Its peak learning rate; null is training.optimizer.lr. All else is that of training.")
+    warmup_steps: int = option(0, "Steps in which only the critic is trained.")
+    clip: float = option(0.2, "Values may move this far from the old ones in a step; 0 does not clip.")
+    coefficient: float = option(0.5, "Factor of its loss.")
+
+
+@dataclass
+class PreferenceConfig:
+    """Offline losses over preferred, refused or labelled answers."""
+
+    loss: str = option(
+        "sigmoid",
+        "dpo's loss of a pair's margin: sigmoid (label_smoothing makes it cDPO), ipo, hinge, or robust (needs label_smoothing).",
+        ("sigmoid", "ipo", "hinge", "robust"),
+    )
+    beta: float = option(
+        0.1, "How hard the policy is held to the reference (dpo, kto), or the margin's factor (simpo), or the odds' weight (orpo)."
+    )
+    label_smoothing: float = option(0.0, "Share of pairs taken to be labelled the wrong way round.")
+    margin: float = option(0.0, "simpo: what the margin has to exceed (gamma); reward_model: the margin of pairs that give none.")
+    likelihood: float = option(0.0, "Weight of the plain log-likelihood of the chosen answer beside dpo's loss.")
+    desirable: float = option(1.0, "kto: weight of wanted answers.")
+    undesirable: float = option(1.0, "kto: weight of unwanted answers.")
+    centering: float = option(0.0, "reward_model: weight of the squared sum of a pair's scores, which keeps scores around 0.")
+
+
+@dataclass
+class AlgorithmConfig:
+    """The learning algorithm. What is `auto` or null is what the named algorithm's authors use; `--dry-run` prints it."""
+
+    name: str = option(
+        "grpo",
+        "Online: grpo, dr_grpo, dapo, gspo, gmpo, cispo, sapo, rloo, reinforce_pp, reinforce_pp_baseline, remax, maxrl, ppo, distillation. Offline: sft, dpo, simpo, orpo, kto, reward_model. Or `package.module:Class`.",
+    )
     group_size: int = option(8, "Samples per prompt.")
     advantage: str = option(
-        "group_std",
-        "Advantage of a sample: reward minus group mean, divided by the group's standard deviation (group_std) or not (group_mean).",
-        ("group_std", "group_mean"),
+        "auto",
+        "Advantage of a sample, from its group's rewards: less their mean, over their standard deviation (group_std), or not (group_mean), or over their mean (maxrl); less the mean of the others (leave_one_out), or the greedy sample's (greedy); or from all tokens of the batch: returns (batch), less the group's mean (batch_baseline), a critic's (gae), a teacher's (teacher).",
+        ("auto", "group_std", "group_mean", "maxrl", "leave_one_out", "greedy", "batch", "batch_baseline", "gae", "teacher"),
     )
-    clip_low: float = option(0.2, "Importance ratio is clipped below 1 - clip_low.")
-    clip_high: float = option(0.2, "Importance ratio is clipped above 1 + clip_high.")
+    policy_loss: str = option(
+        "auto",
+        "Loss of a token or sequence: policy_clip (PPO's), reinforce, gspo, gmpo, cispo, sapo, or `package.module:function`.",
+    )
+    clip_low: float | None = option(None, "Importance ratio is clipped below 1 - clip_low; null is the algorithm's.")
+    clip_high: float | None = option(None, "Importance ratio is clipped above 1 + clip_high; null is the algorithm's.")
+    dual_clip: float = option(
+        0.0, "With a negative advantage the loss is at most this times it (PPO's second bound, 3 is usual); 0 is off."
+    )
     loss_aggregation: str = option(
-        "token_mean",
-        "What the loss is a mean of: all tokens, the means of sequences, or token sums over max_new_tokens (constant).",
-        ("token_mean", "sequence_mean", "constant"),
+        "auto",
+        "What the loss is a mean of: all tokens, the means of sequences, token sums over max_new_tokens (constant), or the means of prompts' tokens (prompt_mean).",
+        ("auto", "token_mean", "sequence_mean", "constant", "prompt_mean"),
     )
     old_logprobs: str = option(
         "auto",
-        "Denominator of the importance ratio: the current policy (ratio 1), the engine's logprobs, or a forward before the update; auto is current when on-policy with one minibatch, else recompute at staleness 0 and engine otherwise.",
+        "Denominator of the importance ratio: the current policy (ratio 1), the engine's logprobs, or a forward before the update; auto is current when on-policy with one optimizer step, else recompute at staleness 0 or with a correction, and engine otherwise.",
         ("auto", "current", "engine", "recompute"),
     )
-    minibatches: int = option(1, "Optimizer steps per batch.")
-    kl_coefficient: float = option(0.0, "Weight of the KL to the reference model in the loss; 0 needs no reference model.")
+    minibatches: int = option(1, "Parts of a batch with an optimizer step each.")
+    epochs: int = option(1, "How often a batch is trained on.")
+    gamma: float = option(1.0, "Discount of a token's later rewards (ppo, reinforce_pp).")
+    gae_lambda: float = option(1.0, "ppo: mix of one-step (0) and whole returns (1) in the advantages.")
+    kl_coefficient: float = option(0.0, "Weight of the KL to the reference model; 0 needs no reference model.")
+    kl_in: str = option("loss", "Where that KL stands: in the loss, or taken off the reward of each token.", ("loss", "reward"))
     kl_estimator: str = option(
         "k3",
-        "Estimator of that KL per token (Schulman 2020); k1 is not offered, for as a loss its gradient ignores the reference.",
-        ("k2", "k3"),
+        "Estimator of that KL per token (Schulman 2020); k3_unbiased is weighted by the importance ratio, so that its gradient is that of the KL; k1 is for kl_in=reward only: as a loss its gradient ignores the reference.",
+        ("k1", "k2", "k3", "k3_unbiased"),
     )
+    kl_target: float | None = option(None, "Steer kl_coefficient so that the KL per token comes to this; null keeps it.")
+    kl_horizon: int = option(50, "With kl_target: steps in which the coefficient can change by a factor of e at most.")
     reference: str = option(
         "initial",
-        "Who computes reference logprobs: the trainer's own copy of the initial weights, or a model actor of its own.",
-        ("initial", "actor"),
+        "Who computes reference logprobs: the trainer's own copy of the initial weights (initial), a model actor of its own (actor), the model without its LoRA adapters (adapters_off), an average of past weights (moving_average); or, offline, the initial model once before the first step (precomputed).",
+        ("initial", "actor", "adapters_off", "moving_average", "precomputed"),
     )
-    reference_path: str | None = option(None, "Model directory of the reference; null is model.path.")
+    reference_path: str | None = option(None, "Model directory of the reference (the teacher of distillation); null is model.path.")
+    reference_decay: float = option(0.99, "moving_average: share of the old average that a step keeps.")
     entropy_coefficient: float = option(0.0, "Weight of the entropy bonus.")
-    skip_zero_variance: bool = option(False, "Leave groups whose rewards are all equal out of the denominators.")
+    correction: CorrectionConfig = option(CorrectionConfig, "Off-policy correction.")
+    shaping: ShapingConfig = option(ShapingConfig, "Rewards before they become advantages.")
+    filter: FilterConfig = option(FilterConfig, "Which samples are trained on.")
+    critic: CriticConfig = option(CriticConfig, "The value model.")
+    preference: PreferenceConfig = option(PreferenceConfig, "Offline losses.")
+    options: dict[str, Any] = option({}, "Keyword arguments of policy_loss, and what an algorithm of your own reads.")
 
 
 @dataclass
@@ -139,7 +267,7 @@ class ScheduleConfig:
     """The loop."""
 
     steps: int = option(REQUIRED, "Training steps; one batch of prompts_per_step groups each.")
-    prompts_per_step: int = option(32, "Groups per step.")
+    prompts_per_step: int = option(32, "Groups per step; offline: rows per step.")
     max_staleness: int = option(0, "How many policy versions rollouts may run ahead; 0 is synchronous on-policy training.")
     rollout_timeout_s: float = option(1800.0, "Deadline for the next batch of rollouts.")
     phase_timeout_s: float = option(1800.0, "Deadline of an update, a sync or a checkpoint.")
@@ -148,10 +276,15 @@ class ScheduleConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = option(
+        "adamw",
+        "adamw, adamw_8bit (moments in 8 bits, torchao), adamw_bf16 (moments in bfloat16), or muon (hidden matrices by torch's Muon, all else by AdamW).",
+        ("adamw", "adamw_8bit", "adamw_bf16", "muon"),
+    )
     lr: float = option(1.0e-6, "Peak learning rate.")
-    beta1: float = option(0.9, "First moment's decay.")
+    beta1: float = option(0.9, "First moment's decay (muon: its momentum).")
     beta2: float = option(0.95, "Second moment's decay.")
     eps: float = option(1.0e-8, "Added to the root of the second moment.")
     weight_decay: float = option(0.0, "Decoupled weight decay, on matrices only.")
@@ -195,7 +328,7 @@ class TrainingConfig:
     logprob_chunk_tokens: int = option(2048, "Tokens whose vocabulary logits are held at once.")
     threads: int = option(1, "CPU threads of a rank.")
     lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")
-    optimizer: OptimizerConfig = option(OptimizerConfig, "AdamW and its schedule.")
+    optimizer: OptimizerConfig = option(OptimizerConfig, "The optimizer and its schedule.")
 
 
 @dataclass

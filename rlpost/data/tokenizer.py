@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,20 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 FIRST_ANSWER = "First dummy answer."
 SECOND_ANSWER = "Second dummy answer."
 """Assistant turns of the dummy conversation of :meth:`PromptTokenizer.encode_turn`; no template writes these by itself."""
+FIRST_TURNS: tuple[Mapping[str, Any], ...] = ({"role": "user", "content": "Dummy."}, {"role": "assistant", "content": FIRST_ANSWER})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnd:
+    """How an assistant's turn ends: ``text`` is what the chat template writes after the content.
+
+    ``tokens`` are those that an answer ends with when it is sampled: of the text all through its end token, and ``written`` is their
+    number; of a text without one (``written`` 0) the tokenizer's own end token.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    written: int
 
 
 class PromptTokenizer:
@@ -57,7 +73,7 @@ class PromptTokenizer:
         """
         if prompt.messages is not None:
             where = f"prompt {prompt.prompt_id!r}"
-            return np.asarray(self.encode_text(self._render(prompt.messages, generation_prompt=True, where=where)), dtype=np.int32)
+            return np.asarray(self.encode_text(self.render(prompt.messages, generation_prompt=True, where=where)), dtype=np.int32)
         if prompt.text is None:
             raise ConfigError(f"prompt {prompt.prompt_id!r} has neither text nor messages")
         return np.asarray(self._encode_with_start(prompt.text), dtype=np.int32)
@@ -65,6 +81,15 @@ class PromptTokenizer:
     def encode_text(self, text: str) -> list[int]:
         """The tokens of ``text`` alone: nothing is added. Special tokens written in the text become their own ids."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """The tokens of ``text`` that follow those of ``before``, which stay as they are.
+
+        They are what the tokenizer makes of ``text`` in its place; where it would merge across the boundary they are those of ``text``
+        alone, so that no token holds parts of both.
+        """
+        start, both = self.encode_text(before), self.encode_text(before + text)
+        return both[len(start) :] if both[: len(start)] == start else self.encode_text(text)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of ``tokens``, with spaces exactly as the tokens have them."""
@@ -85,30 +110,31 @@ class PromptTokenizer:
                 for earlier messages when later ones follow (not prefix-stable): no suffix exists then.
         """
         where = "the messages after an assistant's turn"
-        start: list[Mapping[str, Any]] = [{"role": "user", "content": "Dummy."}, {"role": "assistant", "content": FIRST_ANSWER}]
-        longer = [*start, *messages]
+        longer = [*FIRST_TURNS, *messages]
         longest = [*longer, {"role": "assistant", "content": SECOND_ANSWER}, *messages]
-        closing = self._after_first_answer(self._render(start, generation_prompt=False, where=where))
-        text_longer = self._render(longer, generation_prompt=False, where=where)
-        rest = self._after_first_answer(self._render(longer, generation_prompt=True, where=where))
-        stable = rest.startswith(closing) and self._render(longest, generation_prompt=False, where=where).startswith(text_longer)
+        text_longer = self.render(longer, generation_prompt=False, where=where)
+        rest = self._after_first_answer(self.render(longer, generation_prompt=True, where=where))
+        stable = rest.startswith(self.turn_end.text) and self.render(longest, generation_prompt=False, where=where).startswith(text_longer)
         if not stable:
             raise ConfigError(
                 f"the chat template of {self.model_path} is not prefix-stable: it writes earlier messages differently once later ones "
                 "follow, so a turn cannot be appended to the tokens already sampled. Set model.chat_template to a template that "
                 "leaves history as it is"
             )
-        tokens = self.encode_text(rest)
-        if not closed:
-            return tokens
+        # Where a template ends turns by plain text, all of it follows the sampled end token.
+        return self.encode_text(rest)[self.turn_end.written if closed else 0 :]
+
+    @cached_property
+    def turn_end(self) -> TurnEnd:
+        """How the chat template ends an assistant's turn. Raises ConfigError without a template, or when it writes no answers."""
+        text = self._after_first_answer(self.render(FIRST_TURNS, generation_prompt=False, where="an assistant's turn"))
+        tokens = self.encode_text(text)
         special = {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
-        closing_tokens = self.encode_text(closing)
         for ending in (set(self.eos_token_ids), special):
-            places = [place for place, token in enumerate(closing_tokens) if token in ending]
-            if places:
-                return tokens[places[0] + 1 :]
-        # A template that ends turns by plain text: all of it follows the sampled end token.
-        return tokens
+            for place, token in enumerate(tokens):
+                if token in ending:
+                    return TurnEnd(text=text, tokens=tuple(tokens[: place + 1]), written=place + 1)
+        return TurnEnd(text=text, tokens=self.eos_token_ids[:1], written=0)
 
     def _after_first_answer(self, text: str) -> str:
         _, found, rest = text.partition(FIRST_ANSWER)
@@ -118,7 +144,11 @@ class PromptTokenizer:
             )
         return rest
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, where: str) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, where: str) -> str:
+        """The text that the chat template makes of messages; with ``generation_prompt`` up to and with the header of the answer.
+
+        Raises ConfigError, which begins with ``where``: no chat template, or it refuses the messages.
+        """
         if not self.has_chat_template:
             raise ConfigError(
                 f"{where} is a list of chat messages, but the tokenizer of {self.model_path} has no chat template: "

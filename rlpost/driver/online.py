@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import resource
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpost.checkpoint import directory as checkpoints
-from rlpost.config.derive import Derived
-from rlpost.config.schema import RunConfig
 from rlpost.data.cursor import PromptCursor
-from rlpost.driver.batch import Minibatch, build_minibatch, split, with_old_logprobs, with_reference_logprobs
+from rlpost.driver.batch import trained
 from rlpost.driver.evaluate import evaluate
 from rlpost.driver.failures import FailureBudget
-from rlpost.driver.setup import Inputs, Parts
-from rlpost.observe import Console, PhaseClock, RolloutWriter, Trackers, read_metrics, summarise_rollouts
+from rlpost.driver.inputs import Inputs
+from rlpost.driver.learning import Learner
+from rlpost.driver.loop import Loop
+from rlpost.driver.setup import Parts
+from rlpost.observe import RolloutWriter, summarise_rollouts
 from rlpost.observe.rollouts import prompt_text
 from rlpost.rollout.buffer import StalenessBuffer
 from rlpost.rollout.collector import Collector
-from rlpost.training.group import TrainerGroup
-from rlpost.training.packing import occupancy, pack, unpack
-from rlpost.training.protocol import UpdateRequest
-from rlpost.types import ConfigError, Group, SyncReport
+from rlpost.types import Group, SyncReport
 
 SYNC_MODES = {"full": 0, "trained": 1, "delta": 2, "adapter": 3}
 """The numbers of ``sync/mode``."""
@@ -42,35 +37,38 @@ NOT_MEASURED: dict[str, float] = {
 
 
 @dataclass(kw_only=True)
-class OnlineRun:
-    """One run: its parts, and the few numbers that change."""
+class OnlineRun(Loop):
+    """One run with engines. ``step`` is also the policy version."""
 
-    config: RunConfig
-    derived: Derived
     inputs: Inputs
     parts: Parts
-    run_dir: Path
-    clock: PhaseClock
-    console: Console
-    trackers: Trackers
-    stop: asyncio.Event
-    """Set by a signal: finish the step, save, end."""
-    step: int = 0
-    """Steps done, and the policy version."""
-    record: dict[str, Any] = field(default_factory=dict)
-    """What the present step reports."""
 
     def __post_init__(self) -> None:
-        schedule = self.config.schedule
+        config, schedule = self.config, self.config.schedule
+        self.algorithm = self.inputs.algorithm
         self.buffer = StalenessBuffer(schedule.prompts_per_step, schedule.max_staleness)
-        self.cursor = PromptCursor(len(self.inputs.prompts), self.config.seed, self.config.data.shuffle)
-        self.collector = Collector(self.parts.rollout, self.inputs.prompts, self.cursor, self.buffer)
-        self.budget = FailureBudget(self.config.reward_runner.max_failed_fraction)
-        self.rollouts = RolloutWriter(self.run_dir, self.config.observe.rollouts)
-        self.colocated = self.config.placement.mode == "colocated"
-        # Variable-length kernels take sequences that lie end to end, so there a prompt is computed for each sample.
-        self.share = self.derived.attention == "padded"
-        self.saved = -1
+        self.cursor = PromptCursor(len(self.inputs.prompts), config.seed, config.data.shuffle)
+        resample = config.algorithm.filter.zero_variance == "resample"
+        self.collector = Collector(
+            self.parts.rollout,
+            self.inputs.prompts,
+            self.cursor,
+            self.buffer,
+            refuses=self.algorithm.refuses if resample else None,
+            most_refused=config.algorithm.filter.max_resampled * schedule.prompts_per_step,
+        )
+        self.budget = FailureBudget(config.reward_runner.max_failed_fraction)
+        self.rollouts = RolloutWriter(self.run_dir, config.observe.rollouts)
+        self.colocated = config.placement.mode == "colocated"
+        self.learner = Learner(
+            config=config,
+            derived=self.derived,
+            algorithm=self.algorithm,
+            trainers=self.trainers,
+            reference=self.parts.reference,
+            critic=self.critic,
+            clock=self.clock,
+        )
         self.unfinished: dict[int, tuple[int, int]] = {}
 
     # ---- the loop --------------------------------------------------------------------------------------------------
@@ -84,17 +82,22 @@ class OnlineRun:
         self.collector.resume(self.unfinished)
         if self.step == 0:
             await self.evaluate()
-        while self.step < self.config.schedule.steps and not self.stop.is_set():
+        while self.more:
             self.collector.fill()
             groups = await self.next_batch()
             await self.learn(groups)
             self.step += 1
+            # Before the sync: what is saved is the trainer after its update, and a resume begins with a sync.
             await self.save()
             await self.sync()
             await self.evaluate()
             self.buffer.version = self.step
-            self.report(groups)
+            self.write(groups)
         await self.save(at_stop=True)
+
+    async def close(self) -> None:
+        """Stop sampling."""
+        await self.collector.close()
 
     async def next_batch(self) -> list[Group]:
         """The next groups, at most ``max_staleness`` versions old. An engine that is lost meanwhile is replaced."""
@@ -110,69 +113,17 @@ class OnlineRun:
         self.clock.attribute("generate", "reward", min(scoring, self.clock.seconds_in("generate")))
         if self.colocated:
             await self.parts.engines.call("sleep", timeout_s=self.config.weights.timeout_s)
-            await self.parts.trainers.call("onload")
+            await self.trainers.call("onload")
         return groups
 
     async def learn(self, groups: Sequence[Group]) -> None:
         """One optimizer step for each minibatch, unless nothing in the batch can be trained on."""
-        algorithm, components = self.inputs.algorithm, self.inputs.algorithm.components()
-        settings = self.config.algorithm
-        batches = [
-            build_minibatch(
-                part,
-                algorithm,
-                version=self.step,
-                aggregation=settings.loss_aggregation,
-                constant=self.config.sampling.max_new_tokens,
-                old=self.derived.old_logprobs,
-            )
-            for part in split(groups, settings.minibatches)
-        ]
-        self.budget.check(groups, trained=sum(len(batch.terms) for batch in batches))
-        batches = [await self._complete(batch) for batch in batches]
-        filled = [batch for batch in batches if batch.terms]
-        with self.clock.phase("update"):
-            metrics = [await self._update(batch, components, first=index == 0) for index, batch in enumerate(filled)]
-        self.record.update(summarise_rollouts(groups, policy_version=self.step, generate_s=self.collector.take_busy_s()))
-        self.record.update({**NOT_MEASURED, **merge(metrics)})
-
-    async def _complete(self, batch: Minibatch) -> Minibatch:
-        """Add the logprobs that the loss needs and that only a forward gives."""
-        if not batch.terms:
-            return batch
-        if self.derived.old_logprobs == "recompute":
-            with self.clock.phase("old_logprob"):
-                batch = with_old_logprobs(batch, await self._logprobs(self.parts.trainers, "logprobs", batch))
-        if self.derived.reference != "none":
-            with self.clock.phase("reference"):
-                group = self.parts.reference or self.parts.trainers
-                method = "logprobs" if self.parts.reference else "reference_logprobs"
-                batch = with_reference_logprobs(batch, await self._logprobs(group, method, batch))
-        return batch
-
-    async def _logprobs(self, group: TrainerGroup, method: str, batch: Minibatch) -> list[Any]:
-        packed = pack(batch.terms, ranks=group.world, micro_batch_tokens=self.config.training.micro_batch_tokens, share=self.share)
-        values = await group.call_each(method, [(micros, self.config.sampling.temperature) for micros in packed])
-        return unpack(packed, values, batch.terms)
-
-    async def _update(self, batch: Minibatch, components: Sequence[Any], *, first: bool) -> dict[str, float]:
-        packed = pack(
-            batch.terms, ranks=self.parts.trainers.world, micro_batch_tokens=self.config.training.micro_batch_tokens, share=self.share
-        )
-        requests = [
-            (
-                UpdateRequest(
-                    micro_batches=micros,
-                    denominator=batch.denominator,
-                    components=components,
-                    temperature=self.config.sampling.temperature,
-                    measure_parity=first,
-                ),
-            )
-            for micros in packed
-        ]
-        metrics: dict[str, float] = (await self.parts.trainers.call_each("update", requests))[0]
-        return {**metrics, "train/occupancy": occupancy(packed)}
+        batch = self.learner.choose(groups)
+        self.budget.check(groups, trained=len(trained(batch)))
+        metrics = await self.learner.learn(batch, self.step)
+        seconds, refused = self.collector.take_busy_s(), self.collector.take_refused()
+        self.record.update(summarise_rollouts(groups, policy_version=self.step, generate_s=seconds, groups_dropped=refused))
+        self.record.update({**NOT_MEASURED, **metrics})
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +136,7 @@ class OnlineRun:
             if self.parts.engines.lost.is_set():
                 await self.repair_engines()
             if self.colocated:
-                await self.parts.trainers.call("offload")
+                await self.trainers.call("offload")
                 await self.parts.engines.call("wake", ["kv_cache"], timeout_s=self.config.weights.timeout_s)
 
     async def repair_engines(self) -> None:
@@ -236,91 +187,41 @@ class OnlineRun:
         else:
             self.record.update(metrics)
 
-    async def save(self, at_stop: bool = False) -> None:
-        """Save every ``checkpoint.every`` steps and after the last one; ``at_stop``: what a signal interrupted, if not saved yet.
+    def identity(self) -> dict[str, Any]:
+        """See Loop."""
+        return {"policy_version": self.step}
 
-        It comes before the sync: what is saved is the trainer after its update, and a resume begins with a sync.
-        """
-        settings = self.config.checkpoint
-        last = self.step == self.config.schedule.steps and settings.at_end
-        due = self.stop.is_set() if at_stop else (last or (settings.every and self.step % settings.every == 0))
-        if not due or self.saved == self.step:
-            return
-        with self.clock.phase("checkpoint"):
-            partial = await asyncio.to_thread(checkpoints.begin, self.run_dir, self.step)
-            await self.parts.trainers.call("save", str(partial))
-            await asyncio.to_thread(checkpoints.complete, partial, self.state())
-            await asyncio.to_thread(checkpoints.prune, self.run_dir, settings.keep)
-            self.saved = self.step
-
-    def state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint: the cursor, the groups that are under way, and what the step reported so far."""
+    def facts(self) -> dict[str, Any]:
+        """See Loop: the groups under way and the data order follow from these."""
         return {
-            "step": self.step,
-            "schedule": self._schedule_facts(),
+            **super().facts(),
+            "schedule.max_staleness": self.config.schedule.max_staleness,
+            "algorithm.group_size": self.config.algorithm.group_size,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """The cursor, the groups that are under way, and the algorithm's own numbers."""
+        return {
             "dispatched": self.buffer.dispatched,
             "cursor": dict(self.cursor.state()),
             "unfinished": {str(index): list(row) for index, row in self.collector.rows.items()},
-            "record": {name: value if math.isfinite(value) else None for name, value in self.record.items()},
+            "algorithm": self.algorithm.state(),
         }
 
-    def _schedule_facts(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the saved one: the groups under way, the data order, and what is trained."""
-        schedule, lora = self.config.schedule, self.config.training.lora
-        return {
-            "schedule.prompts_per_step": schedule.prompts_per_step,
-            "schedule.max_staleness": schedule.max_staleness,
-            "algorithm.group_size": self.config.algorithm.group_size,
-            "seed": self.config.seed,
-            "training.lora.rank": lora.rank,
-            **({"training.lora.alpha": lora.alpha, "training.lora.targets": lora.targets} if lora.rank else {}),
-        }
-
-    async def restore(self, checkpoint: Path) -> None:
-        """Go on from a complete checkpoint: trainer state, cursor, and the groups that were under way."""
-        state = checkpoints.read_driver_state(checkpoint)
-        saved = state["schedule"]
-        changed = {name: (saved[name], new) for name, new in self._schedule_facts().items() if saved.get(name, new) != new}
-        if changed:
-            listed = ", ".join(f"{name} was {old} and is {new}" for name, (old, new) in changed.items())
-            raise ConfigError(f"{checkpoint} cannot be resumed with other settings: {listed}; set it back, or start a new run")
-        await self.parts.trainers.call("load", str(checkpoint))
-        self.step = self.saved = self.buffer.version = int(state["step"])
+    def restore_own(self, state: Mapping[str, Any]) -> None:
+        """See Loop."""
+        self.buffer.version = self.step
         self.buffer.dispatched = int(state["dispatched"])
         self.cursor.restore(state["cursor"])
         self.unfinished = {int(index): (row[0], row[1]) for index, row in state["unfinished"].items()}
-        self.trackers.truncate_after(self.step)
-        if not any(record.get("step") == self.step and "train/loss" in record for record in read_metrics(self.run_dir)):
-            # Stopped between the checkpoint and the step's report.
-            record = {name: math.nan if value is None else value for name, value in state["record"].items()}
-            self.trackers.log({"step": self.step, "policy_version": self.step, **record}, self.step)
+        self.algorithm.restore(state["algorithm"])
 
-    def report(self, groups: Sequence[Group]) -> None:
-        """Write the step's record and rollouts."""
+    def write(self, groups: Sequence[Group]) -> None:
+        """Write the step's rollouts and record."""
         if (self.step - 1) % self.config.observe.rollouts_every == 0:
             self.rollouts.write(self.step, groups)
-        record = {"step": self.step, "policy_version": self.step, **self.clock.finish_step(), **self.record}
-        record["memory/driver_peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        record["engine/restarts"] = self.parts.engines.restarts
-        self.record = {}
-        self.trackers.log(record, self.step)
+        self.record["engine/restarts"] = self.parts.engines.restarts
+        self.report()
         if self.config.observe.print_sample:
             first = groups[0].trajectories[0]
             self.console.sample(prompt_text(groups[0].prompt), first.completion, first.reward)
-        self.clock.start_step()
-
-
-def merge(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: maxima of maxima, sums of tokens, the last learning rate, means of the rest."""
-    result: dict[str, float] = {}
-    for name in dict.fromkeys(name for one in metrics for name in one):
-        values = [one[name] for one in metrics if name in one]
-        if name.endswith("_max"):
-            result[name] = max(values)
-        elif name == "train/tokens":
-            result[name] = sum(values)
-        elif name == "train/lr":
-            result[name] = values[-1]
-        else:
-            result[name] = sum(values) / len(values)
-    return result

@@ -8,17 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlpost.algorithms.catalogue import make_algorithm
+from rlpost.algorithms.catalogue import make_algorithm, make_offline_algorithm
+from rlpost.algorithms.protocol import RunFacts
+from rlpost.config.algorithms import is_offline
 from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
+from rlpost.data.offline import load_rows, tokenize_rows
 from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer, check_chat_template
 from rlpost.environments.catalogue import environment_factory
 from rlpost.models.embedded import EMBEDDED_PREFIX, model_path
 from rlpost.rewards import load_rewards
+from rlpost.rewards.resolve import reward_name
 from rlpost.types import ConfigError, Prompt
 
 HUB = "hf:"
+
+
+def run_facts(config: RunConfig) -> RunFacts:
+    """What an online algorithm may know of the run."""
+    return RunFacts(
+        max_new_tokens=config.sampling.max_new_tokens, reward_weights={reward_name(reward): reward.weight for reward in config.rewards}
+    )
 
 
 def field_names(prompts: list[Prompt]) -> set[str]:
@@ -56,14 +67,14 @@ def check_rewards(config: RunConfig, prompts: Mapping[str, list[Prompt]]) -> Non
 
 def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     """Number of training rows within the limits (None: a hub data set, not read here), and warnings. Raises ConfigError."""
-    make_algorithm(config.algorithm)
+    if is_offline(config.algorithm):
+        return _offline_preflight(config)
+    make_algorithm(config.algorithm, run_facts(config))
     environment_factory(config.environment)
     loaded = read_prompts(config, hub=False)
     check_rewards(config, loaded)
     warnings = [] if "data.train" in loaded else [f"data.train={config.data.train} is on a hub and not read in a dry run"]
-    path = config.model.path
-    if path.startswith(EMBEDDED_PREFIX):
-        path = str(model_path(path.removeprefix(EMBEDDED_PREFIX)))
+    path = _local_path(config)
     has_template = check_chat_template(path, config.model.chat_template)
     for key, prompts in loaded.items():
         if not has_template and any(prompt.messages is not None for prompt in prompts):
@@ -78,6 +89,36 @@ def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
         rows, over = _within_limit(config, loaded, path)
         warnings += over
     return rows.get("data.train"), warnings
+
+
+def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
+    kind, data = make_offline_algorithm(config.algorithm).data_kind, config.data
+    sources = {"data.train": (data.train, data.limit)}
+    if data.evaluation is not None and config.evaluation.every:
+        sources["data.evaluation"] = (data.evaluation, config.evaluation.prompts)
+    path = _local_path(config)
+    counted = (Path(path) / "tokenizer.json").exists()
+    warnings = [] if counted else [f"lengths were not counted: the tokenizer of {config.model.path} is not on this machine yet"]
+    rows: dict[str, int] = {}
+    for key, (source, limit) in sources.items():
+        if source.startswith(HUB):
+            warnings.append(f"{key}={source} is on a hub and not read in a dry run")
+            continue
+        raw = load_rows(source, kind, data, limit)
+        rows[key] = len(raw)
+        if counted:
+            tokenizer = PromptTokenizer(path, config.model.chat_template, config.model.trust_remote_code)
+            kept, dropped = tokenize_rows(raw, tokenizer, kind, data)
+            rows[key] = len(kept)
+            if dropped:
+                warnings.append(f"{dropped} rows of {key} longer than data.max_tokens={data.max_tokens} will be dropped")
+    return rows.get("data.train"), warnings
+
+
+def _local_path(config: RunConfig) -> str:
+    """The model's directory, where it is here already."""
+    path = config.model.path
+    return str(model_path(path.removeprefix(EMBEDDED_PREFIX))) if path.startswith(EMBEDDED_PREFIX) else path
 
 
 def _within_limit(config: RunConfig, loaded: Mapping[str, list[Prompt]], path: str) -> tuple[dict[str, int], list[str]]:

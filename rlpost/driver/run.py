@@ -9,11 +9,15 @@ import threading
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlpost.checkpoint.directory import find_newest
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
 from rlpost.driver import setup
+from rlpost.driver.inputs import Inputs, OfflineInputs
+from rlpost.driver.loop import Loop
+from rlpost.driver.offline import OfflineRun
 from rlpost.driver.online import OnlineRun
 from rlpost.observe import Console, PhaseClock, Trackers
 from rlpost.types import InfrastructureError
@@ -27,7 +31,7 @@ class RunContext:
 
     config: RunConfig
     derived: Derived
-    inputs: setup.Inputs
+    inputs: Inputs | OfflineInputs
     run_dir: Path
     console: Console
     trackers: Trackers
@@ -59,6 +63,28 @@ def run_with_restarts(context: RunContext, checkpoint: Path | None) -> bool:
             context.console.warning(f"{error}; starting again from {newest.name} ({restarts} of checkpoint.max_restarts={most})")
 
 
+async def start(context: RunContext, stack: AsyncExitStack, stop: asyncio.Event) -> Loop:
+    """All parts, and the loop that uses them."""
+    common: dict[str, Any] = {
+        "config": context.config, "derived": context.derived, "run_dir": context.run_dir, "console": context.console,
+        "clock": PhaseClock(on_change=context.console.phase), "trackers": context.trackers, "stop": stop,
+    }  # fmt: skip
+    run: Loop
+    if isinstance(context.inputs, OfflineInputs):
+        offline = await setup.start_offline_parts(
+            context.config, context.derived, context.inputs, context.run_dir, stack, context.console.message
+        )
+        size = offline.reports["trainer"]
+        run = OfflineRun(**common, inputs=context.inputs, trainers=offline.trainers, reference=offline.reference)
+    else:
+        parts = await setup.start_parts(context.config, context.derived, context.inputs, context.run_dir, stack, context.console.message)
+        size = parts.reports["trainer"]
+        run = OnlineRun(**common, inputs=context.inputs, parts=parts, trainers=parts.trainers, critic=parts.critic)
+    millions = f"{size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained"
+    context.console.message(f"model of {millions}; all parts are up")
+    return run
+
+
 async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
     """Start all parts, train, take them down; True when a signal stopped the run before its last step."""
     config, console = context.config, context.console
@@ -79,21 +105,7 @@ async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, request_stop)
         console.message(f"Ray on {where['where']}")
-        parts = await setup.start_parts(config, context.derived, context.inputs, context.run_dir, stack, console.message)
-        size = parts.reports["trainer"]
-        millions = f"{size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained"
-        console.message(f"model of {millions}; all parts are up")
-        run = OnlineRun(
-            config=config,
-            derived=context.derived,
-            inputs=context.inputs,
-            parts=parts,
-            run_dir=context.run_dir,
-            clock=PhaseClock(on_change=console.phase),
-            console=console,
-            trackers=context.trackers,
-            stop=stop,
-        )
-        stack.push_async_callback(run.collector.close)
+        run = await start(context, stack, stop)
+        stack.push_async_callback(run.close)
         await run.run(checkpoint)
         return stop.is_set() and run.step < config.schedule.steps

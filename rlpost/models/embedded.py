@@ -3,6 +3,9 @@
 ``sort5``: ``sort 40913=`` -> ``01349``. ``calc``: ``37*4?`` and a newline; the model may call the tool (``calc 37*4``), read
 its answer and repeat it, or guess at once. The warm start imitates a teacher that is often wrong, so the reward starts low
 and reinforcement learning has something to lift. ``addition``: small sums after four solved ones, for a pre-trained model.
+
+Of sort5 there are offline sets too: ``sort5-sft`` has right answers, ``sort5-pairs`` a right and a wrong one a prompt, ``sort5-labelled``
+one of the two and whether it is right.
 """
 
 from __future__ import annotations
@@ -137,14 +140,49 @@ ROWS = {"sort5": 8000, "calc": 900, "addition": 600}
 
 
 def embedded_rows(name: str) -> list[dict[str, Any]]:
-    """Rows of ``TASK`` (training) or ``TASK-heldout``; the two share no prompt. Raises ConfigError for an unknown name."""
-    task, held_out = name.removesuffix("-heldout"), name.endswith("-heldout")
-    if task not in TASKS:
-        names = ", ".join(f"{t}, {t}-heldout" for t in TASKS)
-        raise ConfigError(f"no embedded data {name!r}; there are: {names}")
+    """Rows of ``TASK`` or ``TASK-OFFLINE`` (training), or of these with ``-heldout``. Raises ConfigError for an unknown name.
+
+    All sets of a task have the same prompts: what is held out of one is in the training rows of none.
+    """
+    base, held_out = name.removesuffix("-heldout"), name.endswith("-heldout")
+    known = [*TASKS, *(f"{task}-{kind}" for task in MISTAKES for kind in OFFLINE)]
+    if base not in known:
+        raise ConfigError(f"no embedded data {name!r}; there are: {', '.join(f'{one}, {one}-heldout' for one in known)}")
+    task, _, offline = base.partition("-")
     rng = random.Random(f"rlpost-{task}")
     rows = {row["prompt"]: row for row in (TASKS[task](rng) for _ in range(ROWS[task]))}
-    return [row for index, row in enumerate(rows.values()) if (index % HELD_OUT_SHARE[task] == 0) == held_out]
+    chosen = [row for index, row in enumerate(rows.values()) if (index % HELD_OUT_SHARE[task] == 0) == held_out]
+    rng = random.Random(f"rlpost-{name}")
+    return [_offline_row(offline, row, MISTAKES[task](row["answer"], rng), rng.random() < 0.5) for row in chosen] if offline else chosen
+
+
+def _swap(answer: str, place: int) -> str:
+    """Two neighbours change places."""
+    return answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+
+
+def _unsorted(answer: str, rng: random.Random) -> str:
+    """A wrong answer of sort5: half of them with two neighbours swapped, like the sloppy teacher's, the others with a wrong digit."""
+    places = [place for place in range(4) if answer[place] != answer[place + 1]]
+    if places and rng.random() < 0.5:
+        return _swap(answer, rng.choice(places))
+    place = rng.randrange(5)
+    return answer[:place] + rng.choice([digit for digit in "0123456789" if digit != answer[place]]) + answer[place + 1 :]
+
+
+def _offline_row(kind: str, row: dict[str, Any], wrong: str, label: bool) -> dict[str, Any]:
+    """A row of an offline set from one of its task, a wrong answer, and whether a labelled answer is to be right."""
+    prompt, right = row["prompt"], row["answer"]
+    return {
+        "sft": {"prompt": prompt, "completion": right},
+        "pairs": {"prompt": prompt, "chosen": right, "rejected": wrong},
+        "labelled": {"prompt": prompt, "completion": right if label else wrong, "label": label},
+    }[kind]
+
+
+OFFLINE = ("sft", "pairs", "labelled")
+MISTAKES: dict[str, Callable[[str, random.Random], str]] = {"sort5": _unsorted}
+"""A wrong answer in place of the right one, for each task with offline sets."""
 
 
 def sloppy_sort5(row: dict[str, Any], rng: random.Random) -> list[tuple[str, bool]]:
@@ -154,8 +192,7 @@ def sloppy_sort5(row: dict[str, Any], rng: random.Random) -> list[tuple[str, boo
     """
     answer = row["answer"]
     if rng.random() >= 0.3:
-        place = rng.randrange(4)
-        answer = answer[:place] + answer[place + 1] + answer[place] + answer[place + 2 :]
+        answer = _swap(answer, rng.randrange(4))
     return [(row["prompt"], False), (answer, True)]
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("generate", "reward", "reference", "old_logprob", "update", "sync", "checkpoint", "evaluate", "wait")
+PHASES = ("generate", "reward", "reference", "old_logprob", "values", "update", "sync", "checkpoint", "evaluate", "wait")
 """All phases (DESIGN, Words). ``wait`` is the time in none of the others."""
 
 WAIT = "wait"

@@ -1,7 +1,7 @@
-"""Rewards: what a finished completion is worth, said by plain Python functions in processes of their own.
+"""Rewards: what a finished completion is worth, said by plain Python functions in processes of their own, or by reward models.
 
-What comes in: ``RewardConfig`` (which functions, weights, options) and ``RewardItem`` (prompt, completion, the row's fields).
-What goes out: one ``RewardOutcome`` an item, in order: the weighted sum, each function's raw value, and the failure if any.
+What comes in: ``RewardConfig`` (which functions or models, weights, options) and ``RewardItem`` (prompt, completion, the row's fields).
+What goes out: one ``RewardOutcome`` an item, in order: the weighted sum, each reward's raw value, and the failure if any.
 
     result.py          RewardResult, what a function may return besides a float or None
     signature.py       does a function fit, and which arguments does it get
@@ -10,6 +10,7 @@ What goes out: one ``RewardOutcome`` an item, in order: the weighted sum, each f
     runner.py          RewardRunner: queue, deadlines, who is to blame, the weighted sum
     worker_process.py  the parent's end of one worker process
     worker.py          the worker process: calls functions one by one, checks what they return
+    model_reward.py    reward models: calls gathered into batches; functions and models added up
     wire.py            the messages between the two
     __main__.py        `python -m rlpost.rewards check | list`
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from rlpost.plugins import resolve
@@ -31,12 +32,14 @@ def resolve_reward(spec: str) -> Any:
 
 
 def reward_name(config: RewardConfig) -> str:
-    """The reward's name in metrics and parts: ``name`` of the configuration, else the last part of ``function``."""
-    return config.name or config.function.rpartition(":")[2]
+    """The reward's name in metrics and parts: ``name`` of the configuration, else the last part of ``function`` or ``model``."""
+    return config.name or PurePath(config.model or config.function or "").name.rpartition(":")[2]
 
 
 def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
-    """Names in order. Raises ConfigError when two rewards have the same one."""
+    """Names in order. Raises ConfigError when two rewards have the same one, or one is not exactly one of a function and a model."""
+    for position, config in enumerate(configs):
+        _check_kind(config, f"rewards[{position}]")
     names = [reward_name(config) for config in configs]
     for position, name in enumerate(names):
         if name in names[:position]:
@@ -45,14 +48,26 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return names
 
 
+def _check_kind(config: RewardConfig, where: str) -> None:
+    if (config.function is None) == (config.model is None):
+        found = "neither function nor model" if config.function is None else f"function={config.function!r} and model={config.model!r}"
+        raise ConfigError(
+            f"{where} has {found}; give exactly one: function for a Python function, or model for the directory of a reward model."
+        )
+    if config.model is not None and config.options:
+        raise ConfigError(f"{where}: options {config.options} are given to functions only, and {config.model!r} is a model; remove them.")
+
+
 def load_rewards(configs: Sequence[RewardConfig], field_names: Collection[str] | None = None) -> list[BoundReward]:
-    """Import, check and bind every configured function, in this process. Raises ConfigError.
+    """Import, check and bind every configured function, in this process, in order; models are not loaded. Raises ConfigError.
 
     ``field_names`` are the columns of the data besides the prompt (``Prompt.fields``); None skips what needs them.
     """
     names = reward_names(configs)
     rewards = []
     for position, (config, name) in enumerate(zip(configs, names, strict=True)):
+        if config.function is None:
+            continue
         try:
             rewards.append(check_signature(resolve_reward(config.function), field_names, config.options, name))
         except ConfigError as error:

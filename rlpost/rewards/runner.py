@@ -19,7 +19,7 @@ import math
 import traceback
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class _Call:
 
 @dataclass
 class RewardRunner:
-    """Runs the configured reward functions in ``workers`` processes.
+    """Runs the configured reward functions in ``workers`` processes; reward models among ``configs`` are others' work.
 
     ``timeout_s`` is the deadline of one call of one function. ``field_names`` are the columns of the data besides the
     prompt, to check signatures against; None skips that. ``output`` is a file for what the functions print (default: this process's
@@ -78,13 +78,16 @@ class RewardRunner:
     output: Path | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.configs:
+        names_and_configs = zip(reward_names(self.configs), self.configs, strict=True)
+        functions = [(name, config.weight) for name, config in names_and_configs if config.function is not None]
+        if not functions:
             raise ConfigError("no reward function is configured: give rewards: [{function: ...}], or an environment that gives rewards.")
         if self.workers < 1:
             raise ConfigError(f"reward_runner.workers is {self.workers}, expected at least 1.")
         if not self.timeout_s > 0:
             raise ConfigError(f"reward_runner.timeout_s is {self.timeout_s}, expected more than 0 seconds.")
-        self.names = reward_names(self.configs)
+        self.names = [name for name, _ in functions]
+        self._weights = [weight for _, weight in functions]
         names = None if self.field_names is None else sorted(self.field_names)
         self._setup = Setup(configs=list(self.configs), field_names=names, timeout_s=self.timeout_s)
         self._directory = Path.cwd()  # a worker that is started later resolves relative paths as the first one did
@@ -131,6 +134,8 @@ class RewardRunner:
         if not self._tasks:
             raise RuntimeError("RewardRunner.score needs a started runner: call start() first, or use `async with`")
         loop = asyncio.get_running_loop()
+        # Tokens are for reward models; here they would only be pickled.
+        items = [replace(item, trajectory_tokens=None) for item in items]
         jobs = [_Job(item, [None] * len(self.names), loop.create_future()) for item in items]
         self._open_jobs.update(jobs)
         try:
@@ -261,8 +266,8 @@ class RewardRunner:
             result = results[worst]
             assert result.kind is not None
             failure = Failure(kind=result.kind, where=worst, message=result.message, traceback=result.traceback)
-        weights = [config.weight for config in self.configs]
-        value = None if failure else sum(weight * (result.value or 0.0) for weight, result in zip(weights, results.values(), strict=True))
+        parts = zip(self._weights, results.values(), strict=True)
+        value = None if failure else sum(weight * (result.value or 0.0) for weight, result in parts)
         return RewardOutcome(
             trajectory_id=job.item.trajectory_id,
             value=value,

@@ -91,7 +91,7 @@ class WorkerProcess:
             hangs = isinstance(error, Silence)
             ending = await worker.kill(dump_traceback=hangs)
             what = f"was not ready after {START_TIMEOUT_S:g} s" if hangs else f"ended while it was starting ({ending.status})"
-            functions = ", ".join(config.function for config in setup.configs)
+            functions = ", ".join(config.function for config in setup.configs if config.function)
             raise InfrastructureError(
                 f"a reward worker {what}. Importing one of {functions} {'hangs' if hangs else 'ends the process'}; "
                 f"what it printed is in {output or 'the output of this process'}.\n{ending.traceback}"

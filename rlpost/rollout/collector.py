@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rlpost.environments.protocol import Environment
 from rlpost.rollout.buffer import StalenessBuffer
 from rlpost.rollout.episode import EpisodeLimits, Generate, TokenCodec, run_episode
-from rlpost.types import Group, InfrastructureError, Prompt, RewardItem, RewardOutcome, SamplingSettings, Trajectory
+from rlpost.types import DataFailureError, Group, InfrastructureError, Prompt, RewardItem, RewardOutcome, SamplingSettings, Trajectory
 
 Score = Callable[[Sequence[RewardItem]], Awaitable[Sequence[RewardOutcome]]]
 
@@ -38,6 +38,8 @@ class RolloutPlan:
     generate: Generate
     codec: TokenCodec
     score: Score | None
+    greedy_baseline: bool = False
+    """Each group has a greedy sample besides."""
 
 
 def sample_seed(run_seed: int, group: str, sample: int) -> int:
@@ -59,18 +61,24 @@ async def run_group(plan: RolloutPlan, prompt: Prompt, group_id: str, index: int
                     make_environment=plan.make_environment,
                     generate=plan.generate,
                     codec=plan.codec,
-                    sampling=plan.sampling,
+                    sampling=plan.sampling if sample < plan.group_size else replace(plan.sampling, temperature=0.0),
                     limits=plan.limits,
                 )
             )
-            for sample in range(plan.group_size)
+            for sample in range(plan.group_size + plan.greedy_baseline)
         ]
     trajectories = [task.result() for task in running]
     if on_generated is not None:
         on_generated()
     if plan.score is not None:
         trajectories = await _scored(plan.score, plan.codec, prompt, trajectories)
-    return Group(group_id=group_id, index=index, prompt=prompt, trajectories=tuple(trajectories))
+    return Group(
+        group_id=group_id,
+        index=index,
+        prompt=prompt,
+        trajectories=tuple(trajectories[: plan.group_size]),
+        baseline=trajectories[-1] if plan.greedy_baseline else None,
+    )
 
 
 async def _scored(score: Score, codec: TokenCodec, prompt: Prompt, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -85,6 +93,7 @@ async def _scored(score: Score, codec: TokenCodec, prompt: Prompt, trajectories:
             fields=prompt.fields,
             tokens=t.sampled_tokens,
             truncated=t.truncated,
+            trajectory_tokens=t.tokens,
         )
         for t in scorable
     ]
@@ -107,10 +116,26 @@ def _with_outcome(trajectory: Trajectory, outcome: RewardOutcome) -> Trajectory:
 
 
 class Collector:
-    """Dispatches groups as the buffer allows and puts them in when they are scored."""
+    """Dispatches groups as the buffer allows and puts them in when they are scored.
 
-    def __init__(self, plan: RolloutPlan, prompts: Sequence[Prompt], cursor: Cursor, buffer: StalenessBuffer) -> None:
+    A group that ``refuses`` says teaches nothing is replaced by one of the next prompt, under the same index; more than
+    ``most_refused`` of them for one batch are a failure of the data.
+    """
+
+    def __init__(
+        self,
+        plan: RolloutPlan,
+        prompts: Sequence[Prompt],
+        cursor: Cursor,
+        buffer: StalenessBuffer,
+        *,
+        refuses: Callable[[Group], bool] | None = None,
+        most_refused: int = 0,
+    ) -> None:
         self.plan, self.prompts, self.cursor, self.buffer = plan, prompts, cursor, buffer
+        self.refuses, self.most_refused = refuses, most_refused
+        self.refused = 0
+        """Groups that were replaced since the last :meth:`take_refused`."""
         self.rows: dict[int, tuple[int, int]] = {}
         """(epoch, prompt index) of each outstanding group, for the checkpoint."""
         self.generated_at = 0.0
@@ -143,6 +168,28 @@ class Collector:
         task.add_done_callback(self._ended)
 
     async def _run(self, index: int, row: tuple[int, int]) -> None:
+        group = await self._play(index, row)
+        while self.refuses is not None and self.refuses(group):
+            self.refused += 1
+            if self.refused > self.most_refused:
+                rewards = [trajectory.reward for trajectory in group.trajectories]
+                raise DataFailureError(
+                    f"{self.refused} groups for one step taught nothing (algorithm.filter.max_resampled allows {self.most_refused}): "
+                    f"their rewards are all equal, or their mean is out of bounds; the last ones: {rewards}. Look at the rollouts: the "
+                    "task is too hard or too easy, or the reward function gives one value only"
+                )
+            row = self.rows[index] = self.cursor.next()
+            self.buffer.dispatch(index)  # its tokens are of the present version
+            group = await self._play(index, row)
+        self.buffer.put(group)
+        self._changed.set()
+
+    def take_refused(self) -> int:
+        """Groups that were replaced since the last call."""
+        refused, self.refused = self.refused, 0
+        return refused
+
+    async def _play(self, index: int, row: tuple[int, int]) -> Group:
         epoch, prompt_index = row
         if self._generating == 0:
             self._busy_since = time.perf_counter()
@@ -159,12 +206,10 @@ class Collector:
                 self._busy_since = None
 
         try:
-            group = await run_group(self.plan, self.prompts[prompt_index], f"{index:08d}-{epoch}-{prompt_index}", index, generated)
+            return await run_group(self.plan, self.prompts[prompt_index], f"{index:08d}-{epoch}-{prompt_index}", index, generated)
         finally:
             if counted:
                 generated()
-        self.buffer.put(group)
-        self._changed.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)

@@ -5,7 +5,8 @@ L = logsumexp(z), p = softmax(z), H = L - sum p z:
 
     d logp / dz = onehot - p            d H / dz = -p * (log p + H)
 
-so memory is one chunk of logits instead of all of them, for one more matrix product in the backward pass.
+so memory is two float32 buffers of a chunk's logits instead of several of all logits, for one more matrix product in the backward pass.
+A chunk's work is a function of its own, so that its buffers are gone before those of the next are made.
 """
 
 from __future__ import annotations
@@ -26,11 +27,7 @@ class TargetLogprob(torch.autograd.Function):
         logprob, entropy, log_sum = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3))
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
-            scaled = (hidden[part] @ weight.t()).float().div_(temperature)
-            log_sum[part] = torch.logsumexp(scaled, -1)
-            logprob[part] = scaled.gather(-1, target[part, None])[:, 0] - log_sum[part]
-            probability = (scaled - log_sum[part, None]).exp_()
-            entropy[part] = log_sum[part] - probability.mul_(scaled).sum(-1)
+            logprob[part], entropy[part], log_sum[part] = _chunk_outputs(hidden[part], weight, target[part], temperature)
         ctx.save_for_backward(hidden, weight, target, log_sum, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprob, entropy
@@ -42,13 +39,10 @@ class TargetLogprob(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.size(0), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = (hidden[part] @ weight.t()).float().div_(ctx.temperature).sub_(log_sum[part, None])
-            grad = log_p.exp()
-            scale = log_p.add_(entropy[part, None]).mul_(-grad_entropy[part, None]).sub_(grad_logprob[part, None])
-            grad.mul_(scale)
-            grad.scatter_add_(1, target[part, None], grad_logprob[part, None])
-            grad.div_(ctx.temperature)
-            grad = grad.to(hidden.dtype)
+            grad = _chunk_gradient(
+                _scaled_logits(hidden[part], weight, ctx.temperature).sub_(log_sum[part, None]),
+                target[part, None], entropy[part, None], grad_logprob[part, None], grad_entropy[part, None],
+            ).div_(ctx.temperature).to(hidden.dtype)  # fmt: skip
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
@@ -56,7 +50,32 @@ class TargetLogprob(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), hidden[part])
                 else:
                     grad_weight.add_((grad.t() @ hidden[part]).float())
+            del grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _scaled_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (hidden @ weight.t()).float().div_(temperature)
+
+
+def _chunk_outputs(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprob, entropy and log-sum-exp of each row, all ``[rows]``."""
+    scaled = _scaled_logits(hidden, weight, temperature)
+    log_sum = torch.logsumexp(scaled, -1)
+    logprob = scaled.gather(-1, target[:, None])[:, 0] - log_sum
+    probability = (scaled - log_sum[:, None]).exp_()
+    return logprob, log_sum - probability.mul_(scaled).sum(-1), log_sum
+
+
+def _chunk_gradient(
+    log_p: torch.Tensor, target: torch.Tensor, entropy: torch.Tensor, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor
+) -> torch.Tensor:
+    """Gradient to the scaled logits ``[rows, vocabulary]``; ``log_p`` is used up, all others are ``[rows, 1]``."""
+    grad = log_p.exp()
+    grad.mul_(log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_logprob))
+    return grad.scatter_add_(1, target, grad_logprob)
 
 
 def target_logprob(

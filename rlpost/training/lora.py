@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +20,20 @@ from rlpost.types import ConfigError
 
 
 class LoraLinear(torch.nn.Linear):
-    """A linear layer with an adapter. ``lora_A`` [rank, in], ``lora_B`` [out, rank], ``scaling`` alpha / rank."""
+    """A linear layer with an adapter. ``lora_A`` [rank, in], ``lora_B`` [out, rank], ``scaling`` alpha / rank.
+
+    While it is not ``active`` it is the layer without its adapter.
+    """
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
     scaling: float
+    active: bool = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The frozen layer's output plus the adapter's."""
+        if not self.active:
+            return functional.linear(input, self.weight, self.bias)
         low_rank = functional.linear(functional.linear(input, self.lora_A), self.lora_B)
         return functional.linear(input, self.weight, self.bias) + self.scaling * low_rank
 
@@ -58,3 +66,21 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         torch.nn.init.kaiming_uniform_(first, a=math.sqrt(5))  # the usual start of A
         layer.lora_A = torch.nn.Parameter(first)
         layer.lora_B = torch.nn.Parameter(torch.zeros(layer.out_features, config.rank, dtype=first.dtype, device=first.device))
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[None]:
+    """In the block the model computes without its adapters, bit by bit as if it had none. Raises ConfigError when it has none."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    if not layers:
+        raise ConfigError(
+            "algorithm.reference=adapters_off is for a model with LoRA adapters, and this one has none; "
+            "set training.lora.rank, or take algorithm.reference=initial"
+        )
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True

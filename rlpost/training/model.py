@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal model, shard it with FSDP2, and make its forward return logprobs.
+"""Load a Hugging Face causal model, shard it with FSDP2, and make its forward return logprobs, or values.
 
 Only rank 0 reads the files; the others start on the meta device and receive their shards, so a node holds one full copy
 for a moment and no more.
@@ -20,19 +20,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlpost.config.schema import TrainingConfig
 from rlpost.training import attention
+from rlpost.training.head import load_with_head, one_label, train_head, values_of
 from rlpost.training.logprob import target_logprob
 from rlpost.training.lora import add_adapters
 from rlpost.training.norm import replace_norms
 from rlpost.training.packing import MicroBatch
+from rlpost.training.protocol import Head
 from rlpost.types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOutput:
-    """What the model says of the targets of one micro-batch, both ``[targets]`` in float32 (an empty one: of the dummy row's target)."""
+    """What the model says of the targets of one micro-batch, all ``[targets]`` in float32 (an empty one: of the dummy row's target).
+
+    A model with a value head gives ``values``; its logprobs and entropy are 0, without gradients.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    values: torch.Tensor | None = None
 
 
 def load_policy(
@@ -45,28 +51,36 @@ def load_policy(
     attention_name: str,
     trust_remote_code: bool,
     adapters: bool = False,
+    head: Head = "logprob",
 ) -> Any:
     """The model at ``path``, sharded over ``mesh`` with float32 master weights, forward in ``dtype``.
 
-    With ``adapters`` it gets the LoRA adapters of ``config.lora``, and only they are trained. Calling it with a MicroBatch and a
-    temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
+    With ``adapters`` it gets the LoRA adapters of ``config.lora``, and only they are trained (and a value head). Calling it with a
+    MicroBatch and a temperature gives a TargetOutput. Raises ConfigError when ``path`` is no model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     attention.register()
     implementation = attention.PADDED if attention_name == "padded" else "flash_attention_2"
+    kind = AutoModelForCausalLM if head == "logprob" else AutoModelForSequenceClassification
     source = None
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if mesh.get_rank() == 0:
+        if head == "value":
+            one_label(model_config, path)
+        if mesh.get_rank() == 0 and head == "value":
+            source = load_with_head(path, trust_remote_code)
+        elif mesh.get_rank() == 0:
             source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model_config._attn_implementation = implementation
+        with torch.device("meta"):
+            model = kind.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path!r} cannot be loaded as a causal language model: {error}") from error
-    model_config._attn_implementation = implementation
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        what = f"model.path={path!r}" if head == "logprob" else repr(path)
+        kind_name = "causal language model" if head == "logprob" else "model with a value head"
+        raise ConfigError(f"{what} cannot be loaded as a {kind_name}: {error}") from error
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     replace_norms(model)
@@ -75,7 +89,9 @@ def load_policy(
             add_adapters(one, config.lora)
     else:
         freeze(model, config.trainable)
-    patch_forward(model, config.logprob_chunk_tokens, device)
+    if head == "value":
+        train_head(model)
+    patch_forward(model, config.logprob_chunk_tokens, device, head)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
@@ -104,8 +120,8 @@ def freeze(model: Any, trainable: str) -> None:
         parameter.requires_grad_(bool(pattern.search(name)))
 
 
-def patch_forward(model: Any, chunk: int, device: torch.device) -> None:
-    """Replace the model's forward before sharding, so that the output layer is used inside the sharded root."""
+def patch_forward(model: Any, chunk: int, device: torch.device, head: Head) -> None:
+    """Replace the model's forward before sharding, so that the output layer (or value head) is used inside the sharded root."""
 
     def forward(self: Any, micro: MicroBatch, temperature: float) -> TargetOutput:
         row = micro if len(micro.lengths) else dummy_row()
@@ -118,6 +134,10 @@ def patch_forward(model: Any, chunk: int, device: torch.device) -> None:
             input_ids=to_tensor(row.tokens, device)[None], position_ids=positions, use_cache=False, **packed
         ).last_hidden_state[0]
         hidden = hidden.index_select(0, to_tensor(row.predictor, device))
+        if head == "value":
+            values = values_of(self, hidden)
+            nothing = torch.zeros_like(values, requires_grad=False)
+            return TargetOutput(logprobs=nothing, entropy=nothing, values=values)
         target = to_tensor(row.target, device)
         logprobs, entropy = target_logprob(hidden, self.lm_head.weight, target, temperature, chunk)
         return TargetOutput(logprobs=logprobs, entropy=entropy)

@@ -7,8 +7,8 @@ same to the last rounding, and with N samples of P prompt and R answer tokens N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,8 +21,9 @@ class MicroBatch:
 
     ``tokens``, ``positions`` are ``[row_len]`` (a position counts within its sequence), ``lengths`` ``[sequences]``, and ``index``
     ``[sum of lengths]`` holds the row index of each token of each sequence. The remaining arrays are ``[targets]``, one entry a
-    trained token: ``predictor`` is the row index whose hidden state predicts it, ``sequence`` the index into ``lengths``.
-    ``old_logprobs`` and ``reference_logprobs`` are None where the loss needs none. An empty micro-batch has no sequences.
+    trained token: ``predictor`` is the row index whose hidden state predicts it (or, of terms that are ``scored``, its own), ``sequence``
+    the index into ``lengths``. Optional arrays are None where the loss needs none. ``columns`` are ``[targets]``, ``scalars``
+    ``[sequences]``. An empty micro-batch has no sequences.
     """
 
     tokens: np.ndarray
@@ -33,12 +34,14 @@ class MicroBatch:
     target: np.ndarray
     sequence: np.ndarray
     weight: np.ndarray
-    advantage: np.ndarray
-    parity_logprobs: np.ndarray
+    advantage: np.ndarray | None
+    parity_logprobs: np.ndarray | None
     old_logprobs: np.ndarray | None
     reference_logprobs: np.ndarray | None
     members: tuple[int, ...]
     """Index of each sequence in the list that was packed."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    scalars: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class _Bins:
@@ -63,14 +66,14 @@ class _Bins:
         self._groups[target].add(self.terms[item].group_id)
 
 
-def balance(terms: Sequence[LossTerms], count: int, share: bool) -> list[list[int]]:
+def balance(terms: Sequence[LossTerms], count: int, share: bool, together: bool = False) -> list[list[int]]:
     """Spread sequences over ``count`` bins so that the fullest is small: whole groups where that is as even, else one by one.
 
-    Longest first, each to where the load is smallest afterwards.
+    Longest first, each to where the load is smallest afterwards. ``together`` never splits a group.
     """
     groups: dict[str, list[int]] = {}
     for item, term in enumerate(terms):
-        groups.setdefault(term.group_id if share else str(item), []).append(item)
+        groups.setdefault(term.group_id if share or together else str(item), []).append(item)
     for members in groups.values():
         members.sort(key=lambda item: (-len(terms[item].tokens), item))
     whole, single = _Bins(terms, count, share), _Bins(terms, count, share)
@@ -79,6 +82,8 @@ def balance(terms: Sequence[LossTerms], count: int, share: bool) -> list[list[in
         target = min(range(count), key=lambda index: (whole.loads[index], index))
         for item in members:
             whole.add(item, target)
+    if together:
+        return [sorted(members) for members in whole.members]
     for members in by_size:
         for item in members:
             single.add(item, min(range(count), key=lambda index: (single.loads[index] + single.cost(item, index), index)))
@@ -95,26 +100,39 @@ def row_length(terms: Sequence[LossTerms], members: Sequence[int], share: bool) 
     return total - sum(terms[item].prompt_length for item in members) + sum(prompts.values())
 
 
-def pack(terms: Sequence[LossTerms], *, ranks: int, micro_batch_tokens: int, share: bool = True) -> list[list[MicroBatch]]:
+def pack(
+    terms: Sequence[LossTerms], *, ranks: int, micro_batch_tokens: int, share: bool = True, together: bool = False
+) -> list[list[MicroBatch]]:
     """Pack sequences into micro-batches: ``result[rank][i]``, the same number of micro-batches for every rank.
 
-    ``share`` computes the prompt of a group once in each micro-batch. Raises ConfigError when one sequence alone is longer
-    than ``micro_batch_tokens``.
+    ``share`` computes the prompt of a group once in each micro-batch; ``together`` keeps every group in one micro-batch, for losses that
+    compare its sequences. Raises ConfigError when a sequence (a group) alone is longer than ``micro_batch_tokens``.
     """
-    lengths = [len(term.tokens) for term in terms]
-    if lengths and max(lengths) > micro_batch_tokens:
-        worst = int(np.argmax(lengths))
-        raise ConfigError(
-            f"trajectory {terms[worst].trajectory_id} has {lengths[worst]} tokens, more than training.micro_batch_tokens="
-            f"{micro_batch_tokens}; raise it to at least {lengths[worst]}"
-        )
+    _check_lengths(terms, micro_batch_tokens, share, together)
     per_rank = max(1, -(-row_length(terms, range(len(terms)), share) // (ranks * micro_batch_tokens)))
     while True:
-        bins = balance(terms, ranks * per_rank, share)
+        bins = balance(terms, ranks * per_rank, share, together)
         if max(row_length(terms, members, share) for members in bins) <= micro_batch_tokens:
             break
         per_rank += 1
     return [[build(terms, bins[i * ranks + rank], share) for i in range(per_rank)] for rank in range(ranks)]
+
+
+def _check_lengths(terms: Sequence[LossTerms], micro_batch_tokens: int, share: bool, together: bool) -> None:
+    units: dict[str, list[int]] = {}
+    for item, term in enumerate(terms):
+        units.setdefault(term.group_id if together else str(item), []).append(item)
+    lengths = [(row_length(terms, members, share), members[0]) for members in units.values()]
+    longest, first = max(lengths, default=(0, 0))
+    if longest > micro_batch_tokens:
+        what = (
+            f"the sequences of {terms[first].group_id}, which are compared with one another, have"
+            if together
+            else (f"trajectory {terms[first].trajectory_id} has")
+        )
+        raise ConfigError(
+            f"{what} {longest} tokens, more than training.micro_batch_tokens={micro_batch_tokens}; raise it to at least {longest}"
+        )
 
 
 def build(terms: Sequence[LossTerms], members: Sequence[int], share: bool = True) -> MicroBatch:
@@ -127,7 +145,7 @@ def build(terms: Sequence[LossTerms], members: Sequence[int], share: bool = True
     prompts: dict[str, tuple[int, np.ndarray]] = {}
     end = 0
     for term, targets in zip(chosen, trained, strict=True):
-        if len(targets) and targets[0] < max(1, term.prompt_length):
+        if len(targets) and not term.scored and targets[0] < max(1, term.prompt_length):
             raise AssertionError(f"{term.trajectory_id}: a token of the prompt, or one without context, cannot be trained")
         shared = term.prompt_length if share and term.group_id in prompts else 0
         start, prompt = prompts.setdefault(term.group_id, (end, term.tokens[: term.prompt_length]))
@@ -147,21 +165,29 @@ def build(terms: Sequence[LossTerms], members: Sequence[int], share: bool = True
         # The same choice on every rank and micro-batch, empty ones too: it is a property of the whole list.
         return gather(name, np.float32) if terms and getattr(terms[0], name) is not None else None
 
+    def gather_column(name: str) -> np.ndarray:
+        parts = [term.columns[name][targets] for term, targets in zip(chosen, trained, strict=True)]
+        return np.concatenate([np.zeros(0, np.float32), *parts]).astype(np.float32)
+
     none = [np.zeros(0, np.int64)]
+    # The hidden state before a token predicts it; a score is of the state that has seen it.
+    before = 0 if terms and terms[0].scored else 1
     return MicroBatch(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         lengths=np.array([len(term.tokens) for term in chosen], dtype=np.int64),
         index=np.concatenate([*none, *rows]).astype(np.int64),
-        predictor=np.concatenate([*none, *(row[targets - 1] for row, targets in zip(rows, trained, strict=True))]).astype(np.int64),
+        predictor=np.concatenate([*none, *(row[targets - before] for row, targets in zip(rows, trained, strict=True))]).astype(np.int64),
         target=gather("tokens", np.int64),
         sequence=np.repeat(np.arange(len(chosen)), [len(targets) for targets in trained]).astype(np.int64),
         weight=gather("weight", np.float32),
-        advantage=gather("advantage", np.float32),
-        parity_logprobs=gather("parity_logprobs", np.float32),
+        advantage=gather_optional("advantage"),
+        parity_logprobs=gather_optional("parity_logprobs"),
         old_logprobs=gather_optional("old_logprobs"),
         reference_logprobs=gather_optional("reference_logprobs"),
         members=tuple(members),
+        columns={name: gather_column(name) for name in (terms[0].columns if terms else ())},
+        scalars={name: np.array([term.scalars[name] for term in chosen], np.float32) for name in (terms[0].scalars if terms else ())},
     )
 
 

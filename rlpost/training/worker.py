@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlpost.algorithms.losses import LOSS_TERMS, Targets
+from rlpost.algorithms.catalogue import find_terms
+from rlpost.algorithms.losses import Part, Targets, total_loss
 from rlpost.training import model as models
 from rlpost.training.optimizer import make_optimizer
 from rlpost.training.packing import MicroBatch
 from rlpost.training.protocol import UpdateRequest, WorkerSettings
+from rlpost.training.reference import make_reference
 from rlpost.types import RlpostError, WeightsManifest
 from rlpost.weights.sender import WeightSender
 from rlpost.weights.shards import ShardedWeights
@@ -64,14 +66,10 @@ class TrainerRank:
         np.random.seed(settings.seed + self.rank)
         torch.manual_seed(settings.seed + self.rank)
         self.model = self._load(settings.model_path, adapters=settings.training.lora.rank > 0 and settings.total_updates is not None)
-        self.reference = None
-        if settings.keep_reference:
-            self.reference = self._load(settings.reference_path or settings.model_path).requires_grad_(False)
+        self.reference = make_reference(self.model, settings, self.device, self._load)
         self.optimizer, self.schedule = None, None
         if settings.total_updates is not None:
-            self.optimizer, self.schedule = make_optimizer(
-                self.model.parameters(), settings.training.optimizer, total=settings.total_updates
-            )
+            self.optimizer, self.schedule = make_optimizer(self.model, settings.training.optimizer, total=settings.total_updates)
         else:
             self.model.requires_grad_(False)
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
@@ -88,6 +86,7 @@ class TrainerRank:
             attention_name=settings.attention,
             trust_remote_code=settings.trust_remote_code,
             adapters=adapters,
+            head=settings.head,
         )
 
     # ---- computing -------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class TrainerRank:
             output = self.model(micro, request.temperature)
             loss = self._loss(micro, output, request, tally)
             # FSDP averages gradients over ranks; the sum over ranks is wanted.
-            (loss * (self.world / request.denominator)).backward()
+            (loss * self.world).backward()
         norm = self._clip()
         if not math.isfinite(norm):
             # Every rank has the same norm, so every rank stops here; the weights are still those of the last step.
@@ -115,28 +114,34 @@ class TrainerRank:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
+        if self.reference is not None:
+            self.reference.after_step()
         tally.maxima["memory"] = self.peak_memory_gib()
-        return {**tally.reduce(request.denominator), "train/grad_norm": norm, "train/lr": lr}
+        return {**tally.reduce(), "train/grad_norm": norm, "train/lr": lr}
 
     def _loss(self, micro: MicroBatch, output: models.TargetOutput, request: UpdateRequest, tally: _Tally) -> torch.Tensor:
-        """Weighted sum of all components over the micro-batch; zero, but connected, when it is empty."""
+        """The micro-batch's share of the loss; zero, but connected, when it is empty."""
         if not len(micro.target):
             # Nothing to train here, yet every rank must run the same collectives in backward.
             return sum_anchor(output)
-        weight = self._tensor(micro.weight)
         targets = Targets(
             logprobs=output.logprobs,
             entropy=output.entropy,
-            advantage=self._tensor(micro.advantage),
+            sequence=self._tensor(micro.sequence),
+            sequences=len(micro.lengths),
+            values=output.values,
+            advantage=self._optional(micro.advantage),
             old_logprobs=self._optional(micro.old_logprobs),
             reference_logprobs=self._optional(micro.reference_logprobs),
+            columns={name: self._tensor(array) for name, array in micro.columns.items()},
+            scalars={name: self._tensor(array) for name, array in micro.scalars.items()},
         )
-        total = torch.zeros((), device=self.device)
-        for component in request.components:
-            term = LOSS_TERMS[component.term](targets, **component.parameters)
-            total = total + component.coefficient * (weight * term.loss).sum()
-            tally.add_term(weight, term)
-        tally.add_targets(weight, output, total, self._tensor(micro.parity_logprobs) if request.measure_parity else None)
+        total, parts = total_loss(
+            request.components, targets, self._tensor(micro.weight), request.denominators, find_terms(request.components)
+        )
+        for part in parts:
+            tally.add_part(part)
+        tally.add_targets(output, total, self._optional(micro.parity_logprobs) if request.measure_parity else None)
         return total
 
     def _clip(self) -> float:
@@ -146,18 +151,38 @@ class TrainerRank:
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    @torch.no_grad()
+    def measure(self, request: UpdateRequest) -> dict[str, float]:
+        """What :meth:`update` would report of the loss, without a step."""
+        tally = _Tally()
+        for micro in request.micro_batches:
+            self._loss(micro, self.model(micro, request.temperature), request, tally)
+        self.model.reshard()
+        tally.maxima["memory"] = self.peak_memory_gib()
+        return tally.reduce()
+
+    def entropies(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[np.ndarray]:
+        """Entropy of the policy at the targets of each micro-batch ``[targets]`` each."""
+        return self._forward(self.model, micro_batches, temperature, "entropy")
+
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[np.ndarray]:
         """Logprobs of the targets of each micro-batch under the present weights ``[targets]`` each."""
         return self._forward(self.model, micro_batches, temperature)
 
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """What the value head says of the targets of each micro-batch ``[targets]`` each: a critic's values, a reward model's scores."""
+        assert self.settings.head == "value", "settings.head is not value"
+        return self._forward(self.model, micro_batches, 1.0, "values")
+
     def reference_logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[np.ndarray]:
-        """The same under the frozen copy of the initial weights."""
-        assert self.reference is not None, "settings.keep_reference is off"
-        return self._forward(self.reference, micro_batches, temperature)
+        """The same under the reference that ``settings.reference_mode`` names."""
+        assert self.reference is not None, "settings.reference_mode is none"
+        with self.reference.applied() as model:
+            return self._forward(model, micro_batches, temperature)
 
     @torch.no_grad()
-    def _forward(self, model: Any, micro_batches: Sequence[MicroBatch], temperature: float) -> list[np.ndarray]:
-        result = [model(micro, temperature).logprobs[: len(micro.target)].cpu().numpy() for micro in micro_batches]
+    def _forward(self, model: Any, micro_batches: Sequence[MicroBatch], temperature: float, what: str = "logprobs") -> list[np.ndarray]:
+        result = [getattr(model(micro, temperature), what)[: len(micro.target)].cpu().numpy() for micro in micro_batches]
         model.reshard()
         return result
 
@@ -211,16 +236,19 @@ class TrainerRank:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, directory: str) -> None:
-        """Write model, optimizer, schedule and this rank's RNG under ``directory`` (which exists on every node)."""
+        """Write model, optimizer, schedule, reference and this rank's RNG under ``directory`` (which exists on every node)."""
         from rlpost.checkpoint.state import save_rank
 
-        save_rank(Path(directory), self.rank, self.model, self.optimizer, self.schedule)
+        save_rank(Path(directory), self.rank, self.model, self.optimizer, self.schedule, self._reference_state())
 
     def load(self, directory: str) -> None:
         """Restore what :meth:`save` wrote, also on another number of ranks."""
         from rlpost.checkpoint.state import load_rank
 
-        load_rank(Path(directory), self.rank, self.model, self.optimizer, self.schedule)
+        load_rank(Path(directory), self.rank, self.model, self.optimizer, self.schedule, self._reference_state())
+
+    def _reference_state(self) -> dict[str, torch.Tensor]:
+        return self.reference.state() if self.reference is not None else {}
 
 
 class _Tally:
@@ -236,16 +264,19 @@ class _Tally:
     def _max(self, name: str, value: torch.Tensor) -> None:
         self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
 
-    def add_term(self, weight: torch.Tensor, term: Any) -> None:
-        for name, values in term.means.items():
-            self._sum(f"mean/{name}", (weight * values.detach()).sum())
-        for name, values in term.maxima.items():
-            self._max(name, values.max())
+    def add_part(self, part: Part) -> None:
+        """What a loss component reports, averaged as its loss is."""
+        for name, values in {**part.term.means, **part.means}.items():
+            self._sum(f"mean/{name}", (part.weight * values.detach()).sum() / part.denominator)
+        for name, values in part.term.maxima.items():
+            if len(values):
+                self._max(name, values.max())
 
-    def add_targets(self, weight: torch.Tensor, output: models.TargetOutput, loss: torch.Tensor, engine: torch.Tensor | None) -> None:
+    def add_targets(self, output: models.TargetOutput, loss: torch.Tensor, engine: torch.Tensor | None) -> None:
+        """The loss, the mean entropy of the targets, and how far trainer and engine are apart."""
         self._sum("mean/loss", loss.detach())
-        self._sum("mean/entropy", (weight * output.entropy.detach()).sum())
-        self._sum("tokens", float(weight.numel()))
+        self._sum("entropy", output.entropy.detach().sum())
+        self._sum("tokens", float(output.entropy.numel()))
         if engine is not None:
             known = torch.isfinite(engine)
             gap = (output.logprobs.detach() - engine)[known].abs()
@@ -254,7 +285,7 @@ class _Tally:
             if len(gap):
                 self._max("parity", gap.max())
 
-    def reduce(self, denominator: float) -> dict[str, float]:
+    def reduce(self) -> dict[str, float]:
         """Collective: every rank reports the same keys, also a rank that had nothing to train."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (self.sums, self.maxima))
@@ -265,8 +296,10 @@ class _Tally:
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in part_maxima.items():
                 maxima[name] = max(maxima.get(name, float("-inf")), value)
-        metrics = {f"train/{name.removeprefix('mean/')}": value / denominator for name, value in sums.items() if name.startswith("mean/")}
-        metrics["train/tokens"] = sums.get("tokens", 0.0)
+        metrics = {f"train/{name.removeprefix('mean/')}": value for name, value in sums.items() if name.startswith("mean/")}
+        metrics["train/tokens"] = tokens = sums.get("tokens", 0.0)
+        if tokens:
+            metrics["train/entropy"] = sums["entropy"] / tokens
         metrics["memory/trainer_peak_gib"] = maxima.pop("memory")
         if sums.get("parity_tokens"):
             metrics["parity/logprob_abs_mean"] = sums["parity"] / sums["parity_tokens"]
@@ -277,7 +310,8 @@ class _Tally:
 
 def sum_anchor(output: models.TargetOutput) -> torch.Tensor:
     """A zero that depends on the whole forward."""
-    return output.logprobs.sum() * 0.0
+    told = output.logprobs if output.values is None else output.values
+    return told.sum() * 0.0
 
 
 def _node_address() -> str:

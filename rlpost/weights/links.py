@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 
 from rlpost.plugins import resolve
 from rlpost.types import SyncPlan, WeightsManifest
 from rlpost.weights.buckets import Bucket
+
+if TYPE_CHECKING:
+    import torch
 
 CARRIERS = {
     "collective": "rlpost.weights.collective:CARRIER",

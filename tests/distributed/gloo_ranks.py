@@ -197,7 +197,7 @@ def worker_settings(
         total_updates=total_updates,
         seed=seed,
         timeout_s=GROUP_TIMEOUT_S,
-        keep_reference=reference is not None,
+        reference_mode="none" if reference is None else "initial",
         reference_path=str(build(reference)) if reference else None,
     )
 
@@ -213,7 +213,15 @@ def update_requests(
 ) -> list[tuple[UpdateRequest]]:
     """One optimizer step, as the driver asks each rank for it."""
     return [
-        (UpdateRequest(micro_batches=micros, denominator=denominator, components=components, temperature=temperature, measure_parity=True),)
+        (
+            UpdateRequest(
+                micro_batches=micros,
+                denominators={"weight": denominator},
+                components=components,
+                temperature=temperature,
+                measure_parity=True,
+            ),
+        )
         for micros in pack(terms, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
     ]
 

@@ -13,14 +13,15 @@ import torch
 from gloo_ranks import RankProcesses, Trainers, make_groups, update_requests, worker_settings
 from plain_models import logprobs_of, plain_model, untied_model
 
-from rlpost.algorithms.grpo import Grpo
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.algorithms.protocol import RunFacts
 from rlpost.checkpoint.directory import begin, complete
 from rlpost.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rlpost.driver.batch import Minibatch, build_minibatch
 from rlpost.models.embedded import build
 from rlpost.training.optimizer import learning_rate_factor
 
-ALGORITHM = Grpo(AlgorithmConfig(advantage="group_mean"))
+ALGORITHM = PolicyGradient(AlgorithmConfig(advantage="group_mean"), RunFacts(max_new_tokens=64))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, warmup_steps=5, decay="linear", final_ratio=0.1)
 CHANGED = OptimizerConfig(lr=3e-3, beta1=0.8, beta2=0.99, eps=1e-4, weight_decay=0.3, warmup_steps=0, decay="cosine", final_ratio=0.2)
 TOTAL, BEFORE, AFTER = 8, 2, 3

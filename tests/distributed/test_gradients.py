@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from gloo_ranks import RankProcesses, Trainers, make_groups, update_requests, with_logprobs, worker_settings
 from plain_models import gradients_of, logprobs_of, plain_model, token_logprobs, written_out_loss
 
-from rlpost.algorithms.grpo import Grpo
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.algorithms.protocol import RunFacts
 from rlpost.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rlpost.driver.batch import Minibatch, build_minibatch, split, with_reference_logprobs
 from rlpost.models.embedded import build
@@ -25,7 +27,10 @@ PARTITIONS = (60, 75, 110, 170, 4096)
 
 TEMPERATURE, CONSTANT, CLIP = 0.7, 64, 0.2
 KL, ENTROPY = 0.1, 0.05
-ALGORITHM = Grpo(AlgorithmConfig(advantage="group_mean", kl_coefficient=KL, entropy_coefficient=ENTROPY, clip_low=CLIP, clip_high=CLIP))
+ALGORITHM = PolicyGradient(
+    AlgorithmConfig(advantage="group_mean", kl_coefficient=KL, entropy_coefficient=ENTROPY, clip_low=CLIP, clip_high=CLIP),
+    RunFacts(max_new_tokens=64),
+)
 FROZEN_LR = OptimizerConfig(lr=0.0)
 """Gradients are compared at the same weights, so the optimizer's step must not move them."""
 
@@ -44,7 +49,8 @@ class Case:
 
     def minibatch(self, groups: Sequence[Group], aggregation: str) -> Minibatch:
         batch = build_minibatch(groups, ALGORITHM, version=0, aggregation=aggregation, constant=CONSTANT, old="engine")
-        return with_reference_logprobs(batch, [self.reference[term.trajectory_id] for term in batch.terms])
+        values = [self.reference[term.trajectory_id] for term in batch.terms]
+        return replace(batch, terms=with_reference_logprobs(batch.terms, values))
 
     def loss(self, groups: Sequence[Group], aggregation: str) -> torch.Tensor:
         return written_out_loss(
@@ -139,8 +145,8 @@ def test_empty_micro_batches_keep_ranks_in_step_and_add_nothing(processes: RankP
     few = case.groups[:1]
     batches = [(case.minibatch(one, "token_mean"), 33), (case.minibatch(few, "token_mean"), 60)]
     single = build_minibatch(one, ALGORITHM, version=0, aggregation="token_mean", constant=CONSTANT, old="engine")
-    lonely = Minibatch(terms=single.terms[1:], denominator=float(single.terms[1].trainable.sum()))
-    lonely = with_reference_logprobs(lonely, [case.reference[term.trajectory_id] for term in lonely.terms])
+    lonely = Minibatch(terms=single.terms[1:], denominators={"weight": float(single.terms[1].trainable.sum())})
+    lonely = replace(lonely, terms=with_reference_logprobs(lonely.terms, [case.reference[term.trajectory_id] for term in lonely.terms]))
     batches.append((lonely, 4096))
     requests = update_requests(lonely.terms, 1.0, [], ranks=2)
     assert sorted(len(request.micro_batches[0].members) for (request,) in requests) == [0, 1]
@@ -179,8 +185,12 @@ def test_engine_logprobs_of_the_present_version_show_as_parity_and_only_those(pr
     known = build_minibatch(exact, ALGORITHM, version=0, aggregation="token_mean", constant=CONSTANT, old="current")
     later = build_minibatch(exact, ALGORITHM, version=1, aggregation="token_mean", constant=CONSTANT, old="current")
     fill = [case.reference[term.trajectory_id] for term in known.terms]
+
+    def with_fill(batch: Minibatch) -> Minibatch:
+        return replace(batch, terms=with_reference_logprobs(batch.terms, fill))
+
     noisy = case.minibatch(case.groups, "token_mean")
-    batches = [(with_reference_logprobs(known, fill), 75), (with_reference_logprobs(later, fill), 75), (noisy, 75)]
+    batches = [(with_fill(known), 75), (with_fill(later), 75), (noisy, 75)]
     with processes.trainers(worker_settings(optimizer=FROZEN_LR), ranks=2) as trainers:
         first, second, third = [by_rank[0][0] for by_rank in updates(trainers, batches)]
     assert first["parity/logprob_abs_max"] < 1e-5

@@ -21,7 +21,8 @@ from safetensors.torch import load
 from torch.func import functional_call
 from weight_links import Received, link, same_bits, total
 
-from rlpost.algorithms.grpo import Grpo
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.algorithms.protocol import RunFacts
 from rlpost.checkpoint.__main__ import main as checkpoint_command
 from rlpost.checkpoint.directory import begin, complete
 from rlpost.config.schema import AlgorithmConfig, LoraConfig, OptimizerConfig, TrainingConfig
@@ -33,7 +34,7 @@ from rlpost.weights import delta
 from rlpost.weights.adapters import hash_adapter
 from rlpost.weights.fingerprint import MODULUS, TensorHashes
 
-ALGORITHM = Grpo(AlgorithmConfig(advantage="group_mean"))
+ALGORITHM = PolicyGradient(AlgorithmConfig(advantage="group_mean"), RunFacts(max_new_tokens=64))
 # eps of the size of the gradients: AdamW's first steps are else the gradient's sign, and the sign of a rounding error is no test.
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_norm=0.02, warmup_steps=2, decay="linear", final_ratio=0.1)
 TOTAL, BEFORE, AFTER = 8, 2, 2

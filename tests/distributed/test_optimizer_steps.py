@@ -13,14 +13,15 @@ import torch
 from gloo_ranks import RankProcesses, Trainers, make_groups, update_requests, worker_settings
 from plain_models import logprobs_of, plain_model, token_logprobs
 
-from rlpost.algorithms.grpo import Grpo
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.algorithms.protocol import RunFacts
 from rlpost.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
-from rlpost.driver.batch import Minibatch, build_minibatch, with_old_logprobs
+from rlpost.driver.batch import Minibatch, build_minibatch
 from rlpost.models.embedded import build
 from rlpost.training.optimizer import learning_rate_factor
 from rlpost.types import ConfigError, Group, RlpostError
 
-ALGORITHM = Grpo(AlgorithmConfig(advantage="group_mean"))
+ALGORITHM = PolicyGradient(AlgorithmConfig(advantage="group_mean"), RunFacts(max_new_tokens=64))
 TEMPERATURE = 1.0
 UPDATES = 3
 # eps of the size of the gradients: AdamW's first steps are else the gradient's sign, and the sign of a rounding error is no test.
@@ -188,7 +189,7 @@ def test_second_update_of_a_batch_measures_its_ratio_from_the_logprobs_before_th
         for term, values in zip(batch.terms, old, strict=True):
             np.testing.assert_allclose(values[term.trainable], before[term.trajectory_id][term.trainable], atol=2e-5)
             assert np.isnan(values[~term.trainable]).all()
-        batch = with_old_logprobs(batch, old)
+        batch = replace(batch, terms=tuple(replace(term, old_logprobs=value) for term, value in zip(batch.terms, old, strict=True)))
         first, second = step(trainers, batch), step(trainers, batch)
         now = trainers.logprobs("logprobs", batch.terms, TEMPERATURE, micro_batch_tokens=4096)
     assert first["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)

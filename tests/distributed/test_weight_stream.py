@@ -34,7 +34,8 @@ from weight_links import (
     toy_sync,
 )
 
-from rlpost.algorithms.grpo import Grpo
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.algorithms.protocol import RunFacts
 from rlpost.config.schema import AlgorithmConfig, OptimizerConfig
 from rlpost.driver.batch import build_minibatch
 from rlpost.models.embedded import build
@@ -46,7 +47,7 @@ from rlpost.weights.sender import WeightSender
 from rlpost.weights.shards import ShardedWeights
 
 MIB = 1 << 20
-ALGORITHM = Grpo(AlgorithmConfig(advantage="group_mean"))
+ALGORITHM = PolicyGradient(AlgorithmConfig(advantage="group_mean"), RunFacts(max_new_tokens=64))
 on_every_carrier = pytest.mark.parametrize("kind", ["collective", "ipc"])
 
 

@@ -10,21 +10,45 @@ import pytest
 import torch
 from trajectories import group, trajectory
 
-from rlpost.algorithms.grpo import Grpo
-from rlpost.algorithms.losses import LOSS_TERMS, Targets
-from rlpost.config.schema import AlgorithmConfig
-from rlpost.driver.batch import Minibatch, build_minibatch, split, with_old_logprobs, with_reference_logprobs
+from rlpost.algorithms.catalogue import find_terms
+from rlpost.algorithms.losses import Targets, total_loss
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.algorithms.protocol import RunFacts
+from rlpost.config.schema import AlgorithmConfig, FilterConfig
+from rlpost.driver.batch import (
+    Minibatch,
+    bare_terms,
+    build_minibatch,
+    make_minibatch,
+    split,
+    trained,
+    with_forward,
+    with_reference_logprobs,
+)
 from rlpost.training.logprob import target_logprob
 from rlpost.training.packing import MicroBatch, build, pack
-from rlpost.types import Failure, Group, LossComponent, Prompt
+from rlpost.types import Failure, Group, LossComponent, LossTerms, Prompt
 
 VOCABULARY, WIDTH = 23, 6
+
+
+def there(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None
+    return array
+
+
+def worth(term: LossTerms) -> np.ndarray:
+    return there(term.advantage)
+
+
+def make_algorithm(**settings: object) -> PolicyGradient:
+    return PolicyGradient(AlgorithmConfig(**settings), RunFacts(max_new_tokens=16))  # type: ignore[arg-type]
 
 
 def minibatch(
     groups: Sequence[Group], *, version: int = 0, aggregation: str = "token_mean", old: str = "current", **settings: object
 ) -> Minibatch:
-    algorithm = Grpo(AlgorithmConfig(**settings))  # type: ignore[arg-type]
+    algorithm = make_algorithm(**settings)
     return build_minibatch(groups, algorithm, version=version, aggregation=aggregation, constant=16, old=old)
 
 
@@ -35,7 +59,7 @@ def test_groups_are_told_by_their_id_and_not_by_a_stride() -> None:
     """Groups of 4, 3 and 1: a stride of 4 would mix the second with the third, and explode at the end."""
     groups = [group(0, [1.0, 0.0, 0.0, 1.0]), group(1, [5.0, 5.0, 8.0]), group(2, [9.0])]
     terms = minibatch(groups, advantage="group_mean").terms
-    got = {term.trajectory_id: float(term.advantage[term.trainable][0]) for term in terms}
+    got = {term.trajectory_id: float(worth(term)[term.trainable][0]) for term in terms}
     assert got == {"g0.0": 0.5, "g0.1": -0.5, "g0.2": -0.5, "g0.3": 0.5, "g1.0": -1.0, "g1.1": -1.0, "g1.2": 2.0, "g2.0": 0.0}
 
 
@@ -44,14 +68,14 @@ def test_a_trajectory_without_a_reward_has_no_gradient_and_is_in_no_denominator(
     with_none = minibatch([group(0, [1.0, None, 0.0, 1.0], failures=[None, failed, None, None])], advantage="group_mean")
     assert [term.trajectory_id for term in with_none.terms] == ["g0.0", "g0.2", "g0.3"]
     assert with_none.denominator == 9.0
-    np.testing.assert_allclose([term.advantage[-1] for term in with_none.terms], [1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose([worth(term)[-1] for term in with_none.terms], [1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "prompt_mean"])
 def test_zero_variance_groups_count_in_the_denominator_unless_they_are_skipped(aggregation: str) -> None:
     groups = [group(0, [1.0, 0.0]), group(1, [0.4, 0.4])]
     alone = minibatch(groups[:1], aggregation=aggregation)
-    assert minibatch(groups, aggregation=aggregation, skip_zero_variance=True).denominator == alone.denominator
+    assert minibatch(groups, aggregation=aggregation, filter=FilterConfig(zero_variance="drop")).denominator == alone.denominator
     assert minibatch(groups, aggregation=aggregation).denominator == 2 * alone.denominator
 
 
@@ -60,7 +84,7 @@ def test_a_trajectory_that_sampled_nothing_is_not_trained_but_is_in_the_baseline
     members = (trajectory("g0.0", reward=1.0), trajectory("g0.1", reward=0.0, spans=((False, 5),)))
     batch = minibatch([Group(group_id="g0", index=0, prompt=Prompt(prompt_id="p"), trajectories=members)], advantage="group_mean")
     assert [term.trajectory_id for term in batch.terms] == ["g0.0"]
-    assert batch.terms[0].advantage[-1] == 0.5
+    assert worth(batch.terms[0])[-1] == 0.5
 
 
 THREE_TURNS = ((False, 4), (True, 3), (False, 5), (True, 1), (False, 2), (True, 6))
@@ -71,7 +95,7 @@ def test_three_turns_of_different_length_all_get_the_advantage_and_tool_tokens_n
     members = (trajectory("g0.0", reward=1.0, spans=THREE_TURNS), trajectory("g0.1", reward=0.0))
     batch = minibatch([Group(group_id="g0", index=0, prompt=Prompt(prompt_id="p"), trajectories=members)], advantage="group_mean")
     sampled = np.concatenate([np.full(length, is_sampled) for is_sampled, length in THREE_TURNS])
-    np.testing.assert_array_equal(batch.terms[0].advantage, np.where(sampled, 0.5, 0.0).astype(np.float32))
+    np.testing.assert_array_equal(worth(batch.terms[0]), np.where(sampled, 0.5, 0.0).astype(np.float32))
     np.testing.assert_array_equal(batch.terms[0].weight, sampled.astype(np.float32))
     assert batch.denominator == 10 + 3
     row = build(batch.terms, [0])
@@ -97,7 +121,7 @@ def test_truncation_is_not_inferred_from_a_padded_width() -> None:
     wide = minibatch([Group(group_id="g0", index=0, prompt=Prompt(prompt_id="p"), trajectories=wide_members)])
     assert wide.denominator == plain.denominator
     for a, b in zip(plain.terms, wide.terms, strict=True):
-        np.testing.assert_array_equal(a.advantage, b.advantage[:5])
+        np.testing.assert_array_equal(worth(a), worth(b)[:5])
         assert not b.weight[5:].any()
 
 
@@ -114,7 +138,7 @@ def test_parity_is_measured_on_tokens_of_the_present_version_only() -> None:
     t = trajectory("g0.0", spans=((False, 2), (True, 4)))
     mixed = replace(t, versions=np.array([-1, -1, 3, 3, 4, 4], np.int32))
     batch = minibatch([Group(group_id="g0", index=0, prompt=Prompt(prompt_id="p"), trajectories=(mixed,))], version=4, old="engine")
-    assert np.isfinite(batch.terms[0].parity_logprobs).tolist() == [False] * 4 + [True] * 2
+    assert np.isfinite(there(batch.terms[0].parity_logprobs)).tolist() == [False] * 4 + [True] * 2
     assert np.isfinite(batch.terms[0].old_logprobs).tolist() == [False] * 2 + [True] * 4  # type: ignore[arg-type]
 
 
@@ -128,13 +152,18 @@ def test_minibatches_are_whole_groups_in_order_each_with_a_denominator_of_its_ow
 
 
 def test_recomputed_logprobs_go_to_their_own_trajectories() -> None:
-    batch = minibatch([group(0, [1.0, 0.0])])
+    """One is not trained on (it was cut), so no forward has anything to say of it."""
+    algorithm = make_algorithm(filter=FilterConfig(truncated="drop"))
+    whole = group(0, [1.0, 0.0, 0.5])
+    cut = replace(whole, trajectories=(replace(whole.trajectories[0], truncated=True), *whole.trajectories[1:]))
+    chosen = algorithm.choose([cut])
+    assert [term.trajectory_id for term in bare_terms(trained(chosen))] == ["g0.1", "g0.2"]
     values = [np.full(5, 1.0, np.float32), np.full(5, 2.0, np.float32)]
-    assert [t.old_logprobs[0] for t in with_old_logprobs(batch, values).terms] == [1.0, 2.0]  # type: ignore[index]
-    both = with_reference_logprobs(with_old_logprobs(batch, values), values[::-1])
-    assert [(t.old_logprobs[0], t.reference_logprobs[0]) for t in both.terms] == [(1.0, 2.0), (2.0, 1.0)]  # type: ignore[index]
-    with pytest.raises(ValueError, match="shorter"):
-        with_old_logprobs(batch, values[:1])
+    both = with_forward(with_forward(chosen, "old_logprobs", values), "reference_logprobs", values[::-1])
+    masks = {sample.trajectory.trajectory_id: sample.trajectory.trainable for sample in trained(both)}
+    terms = make_minibatch(both, algorithm.advantages(both), masks, version=0, aggregation="token_mean", constant=16, old="recompute").terms
+    assert [(t.trajectory_id, t.old_logprobs[0], t.reference_logprobs[0]) for t in terms] == [("g0.1", 1.0, 2.0), ("g0.2", 2.0, 1.0)]  # type: ignore[index]
+    np.testing.assert_allclose([worth(t)[-1] for t in terms], [-1.0, 0.0], atol=1e-5)  # the cut one is in the baseline
 
 
 # ---- one gradient --------------------------------------------------------------------------------------------------
@@ -173,30 +202,31 @@ def micro_gradient(micro: MicroBatch, components: Sequence[LossComponent], denom
     targets = Targets(
         logprobs=logprobs,
         entropy=entropy,
-        advantage=torch.from_numpy(micro.advantage),
+        sequence=torch.from_numpy(micro.sequence),
+        sequences=len(micro.lengths),
+        advantage=optional(micro.advantage),
         old_logprobs=optional(micro.old_logprobs),
         reference_logprobs=optional(micro.reference_logprobs),
     )
-    loss = torch.zeros(())
-    for component in components:
-        term = LOSS_TERMS[component.term](targets, **component.parameters)
-        loss = loss + component.coefficient * (torch.from_numpy(micro.weight) * term.loss).sum()
-    (loss / denominator).backward()
+    loss, _ = total_loss(components, targets, torch.from_numpy(micro.weight), {"weight": denominator}, find_terms(components))
+    loss.backward()
     assert embedding.grad is not None and output.grad is not None
     return np.concatenate([embedding.grad.numpy().ravel(), output.grad.numpy().ravel()])
 
 
-ALGORITHM = Grpo(AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01))
+ALGORITHM = make_algorithm(entropy_coefficient=0.01)
+KL = LossComponent(term="kl", coefficient=0.1, parameters={"estimator": "k3"})
 
 
 def ready(aggregation: str) -> Minibatch:
     batch = build_minibatch(uneven_groups(), ALGORITHM, version=0, aggregation=aggregation, constant=16, old="engine")
-    return with_reference_logprobs(batch, [np.where(term.trainable, -1.5, np.nan).astype(np.float32) for term in batch.terms])
+    reference = [np.where(term.trainable, -1.5, np.nan).astype(np.float32) for term in batch.terms]
+    return replace(batch, terms=with_reference_logprobs(batch.terms, reference))
 
 
 def whole_gradient(batch: Minibatch, layout: Callable[[Minibatch], list[list[MicroBatch]]]) -> np.ndarray:
     """Ranks are simulated by summing their gradients, which is what the collective does."""
-    components = ALGORITHM.components()
+    components = [*ALGORITHM.components(), KL]
     return sum(micro_gradient(micro, components, batch.denominator) for micros in layout(batch) for micro in micros if len(micro.target))  # type: ignore[return-value]
 
 
@@ -214,7 +244,7 @@ LAYOUTS: dict[str, Callable[[Minibatch], list[list[MicroBatch]]]] = {
 }
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "prompt_mean"])
 def test_the_same_batch_gives_one_gradient_for_every_partition_and_rank_count(aggregation: str) -> None:
     batch = ready(aggregation)
     gradients = {name: whole_gradient(batch, layout) for name, layout in LAYOUTS.items()}
@@ -230,7 +260,7 @@ def test_a_mean_of_means_would_have_been_noticed() -> None:
     """The test above can fail: the mean over micro-batches of each one's own mean is another gradient here."""
     batch = ready("token_mean")
     micros = [micro for rank in LAYOUTS["two ranks, small rows"](batch) for micro in rank if len(micro.target)]
-    components = ALGORITHM.components()
+    components = [*ALGORITHM.components(), KL]
     wrong = np.mean([micro_gradient(micro, components, float(len(micro.target))) for micro in micros], axis=0)
     assert not np.allclose(wrong, whole_gradient(batch, LAYOUTS["one row"]), rtol=1e-2, atol=1e-4)
 
@@ -249,4 +279,5 @@ def test_an_unknown_engine_logprob_leaves_the_rest_of_the_gradient_alone() -> No
         filled[term.trainable] = np.where(np.isnan(filled[term.trainable]), own.numpy(), filled[term.trainable])
         known.append(filled)
     layout = LAYOUTS["two ranks"]
-    np.testing.assert_allclose(whole_gradient(batch, layout), whole_gradient(with_old_logprobs(batch, known), layout), rtol=1e-5, atol=1e-8)
+    filled_in = replace(batch, terms=tuple(replace(term, old_logprobs=value) for term, value in zip(batch.terms, known, strict=True)))
+    np.testing.assert_allclose(whole_gradient(batch, layout), whole_gradient(filled_in, layout), rtol=1e-5, atol=1e-8)

@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused_with_its_reason_and_a_fix(values: dict[str,
         {"training__lora__sync": "merged", "weights__transport": "delta"},
         {"weights__transport": "disk"},
         {"weights__transport": "ipc"},
-        {"algorithm__kl_coefficient": 0.1},
+        {"algorithm__kl_coefficient": 0.1, "algorithm__reference": "adapters_off"},
     ],
     ids=str,
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpost.training.logprob import target_logprob
 
@@ -78,3 +82,36 @@ def test_a_frozen_side_gets_no_gradient_and_the_other_keeps_its_own(frozen: str)
     free = "weight" if frozen == "hidden" else "hidden"
     assert named[frozen].grad is None
     torch.testing.assert_close(named[free].grad, whole[0] if free == "hidden" else whole[1])
+
+
+class LargeBuffers(TorchDispatchMode):
+    """Counts the buffers of at least ``elements`` that are alive at once while it is on."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most = elements, 0
+        self.alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() >= self.elements:
+            storage = result.untyped_storage()
+            if storage.data_ptr() not in self.alive:
+                self.alive.add(storage.data_ptr())
+                weakref.finalize(storage, self.alive.discard, storage.data_ptr())
+            self.most = max(self.most, len(self.alive))
+        return result
+
+
+def test_never_more_than_two_chunks_of_logits_are_held() -> None:
+    """A loop that keeps a chunk's buffers while it makes the next doubles the memory, and nothing else shows it."""
+    generator = torch.Generator().manual_seed(7)
+    rows, width, chunk = 60, 4, 20
+    hidden = torch.randn(rows, width, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, width, generator=generator).requires_grad_()
+    with LargeBuffers(chunk * VOCABULARY) as buffers:  # neither the inputs nor their gradients are as large
+        logprob, entropy = target_logprob(hidden, weight, torch.arange(rows) % VOCABULARY, 1.0, chunk)
+        assert buffers.most == 2
+        buffers.most = 0
+        (logprob.sum() + entropy.sum()).backward()
+        assert buffers.most == 2

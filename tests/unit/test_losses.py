@@ -1,144 +1,138 @@
-"""Loss terms against independent numpy statements of the papers' formulas, values and gradients."""
+"""How terms become a loss: weights by name, denominators, corrections; what a term may read; the critic's loss."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loss_targets import close, gradient, slopes, targets, value
 
-from rlpost.algorithms.grpo import Grpo
-from rlpost.algorithms.losses import LOSS_TERMS, Targets, entropy_bonus, kl_to_reference, policy_clip
-from rlpost.config.schema import AlgorithmConfig
-
-
-def targets(
-    logprobs: list[float],
-    *,
-    advantage: list[float] | None = None,
-    old: list[float] | None = None,
-    reference: list[float] | None = None,
-    entropy: list[float] | None = None,
-) -> Targets:
-    def optional(values: list[float] | None) -> torch.Tensor | None:
-        return None if values is None else torch.tensor(values, dtype=torch.float32)
-
-    return Targets(
-        logprobs=torch.tensor(logprobs, dtype=torch.float32, requires_grad=True),
-        entropy=torch.tensor(entropy or [1.0] * len(logprobs), requires_grad=True),
-        advantage=torch.tensor(advantage or [1.0] * len(logprobs)),
-        old_logprobs=optional(old),
-        reference_logprobs=optional(reference),
-    )
+from rlpost.algorithms.catalogue import LOSS_TERMS, find_term, find_terms
+from rlpost.algorithms.estimators import MOST_LOG_RATIO
+from rlpost.algorithms.losses import Targets, Term, log_ratio, total_loss
+from rlpost.algorithms.value import value_loss
+from rlpost.types import MAIN_WEIGHT, LossComponent
 
 
-def gradient(loss: torch.Tensor, wrt: torch.Tensor) -> np.ndarray:
-    return torch.autograd.grad(loss.sum(), wrt)[0].numpy()
+def own_logprob(given: Targets, *, factor: float = 1.0) -> Term:
+    """A term of a token: minus its logprob."""
+    return Term(loss=-factor * given.logprobs)
 
 
-@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.28), (1.0, 3.0)])
-def test_policy_clip_is_ppos_formula_with_its_gradient(clip: tuple[float, float]) -> None:
-    """PPO, eq. 7: per token -min(r A, clip(r) A); the gradient is -A r unless the clipped side is the smaller one."""
-    low, high = clip
-    differences, advantages = (a.reshape(-1) for a in np.meshgrid([-1.5, -0.3, -0.1, 0.0, 0.1, 0.27, 1.5], [-2.0, 0.0, 0.7]))
-    given = targets((differences - 2.0).tolist(), advantage=advantages.tolist(), old=[-2.0] * len(differences))
-    term = policy_clip(given, clip_low=low, clip_high=high)
-    ratio = np.exp(differences)
-    clipped = np.clip(ratio, 1 - low, 1 + high)
-    np.testing.assert_allclose(term.loss.detach().numpy(), -np.minimum(ratio * advantages, clipped * advantages), rtol=1e-5, atol=1e-6)
-    hit = clipped * advantages < ratio * advantages
-    np.testing.assert_allclose(gradient(term.loss, given.logprobs), np.where(hit, 0.0, -advantages * ratio), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(term.means["clip_fraction"].numpy(), hit)
-    np.testing.assert_allclose(term.maxima["ratio_max"].numpy(), ratio, rtol=1e-5)
+def own_sequence(given: Targets) -> Term:
+    """A term of a sequence: minus the sum of its logprobs."""
+    return Term(loss=-given.sequence_sum(given.logprobs))
 
 
-def test_on_policy_ratio_is_exactly_one_with_the_policy_gradient() -> None:
-    """No old logprobs: the loss is -A and its gradient -A d log pi, bit for bit."""
-    given = targets([-0.1, -30.0, -2.5], advantage=[1.0, -0.5, 0.0])
-    term = policy_clip(given, clip_low=0.2, clip_high=0.2)
-    assert term.loss.tolist() == [-1.0, 0.5, 0.0]
-    assert gradient(term.loss, given.logprobs).tolist() == [-1.0, 0.5, 0.0]
+TERMS: dict[str, Any] = {"token": own_logprob, "sequence": own_sequence}
 
 
-@pytest.mark.parametrize("unknown", [math.nan, -math.inf, math.inf])
-def test_a_logprob_that_the_engine_could_not_give_has_ratio_exactly_one_and_no_nan_gradient(unknown: float) -> None:
-    """0 would not be neutral, and NaN would end the run. Its neighbours are not touched either."""
-    given = targets([-3.0, -1.0], advantage=[2.0, 1.0], old=[unknown, -1.1])
-    term = policy_clip(given, clip_low=0.2, clip_high=0.2)
-    assert term.maxima["ratio_max"][0] == 1.0
-    assert term.loss[0] == -2.0
-    np.testing.assert_allclose(gradient(term.loss, given.logprobs), [-2.0, -math.exp(0.1)], rtol=1e-5)
+def loss_of(components: list[LossComponent], given: Targets, weight: list[float], denominators: dict[str, float]) -> torch.Tensor:
+    return total_loss(components, given, torch.tensor(weight, dtype=torch.float64), denominators, TERMS)[0]
 
 
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("logprob", [-1.0, -1000.0])
-def test_a_ratio_beyond_float32_makes_no_nan(advantage: float, logprob: float) -> None:
-    """exp(999) is inf, and inf * 0 in the backward pass would destroy the gradient of every parameter."""
-    given = targets([logprob], advantage=[advantage], old=[-1001.0 - logprob])
-    term = policy_clip(given, clip_low=0.2, clip_high=0.2)
-    assert math.isfinite(term.loss.item())
-    assert np.isfinite(gradient(term.loss, given.logprobs)).all()
+# ---- the sum -------------------------------------------------------------------------------------------------------
 
 
-def test_ratio_is_one_for_unchanged_weights_at_any_temperature() -> None:
-    """The engine's logprobs are of the distribution sampled from; the trainer must scale by the same temperature."""
-    from rlpost.training.logprob import target_logprob
-
-    generator = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(5, 8, generator=generator), torch.randn(11, 8, generator=generator)
-    target = torch.tensor([0, 3, 10, 5, 5])
-    sampled_from = torch.log_softmax(hidden @ weight.t() / 0.6, -1).gather(1, target[:, None])[:, 0]
-    current, entropy = target_logprob(hidden, weight, target, 0.6, 2)
-    given = Targets(logprobs=current, entropy=entropy, advantage=torch.ones(5), old_logprobs=sampled_from, reference_logprobs=None)
-    torch.testing.assert_close(policy_clip(given, clip_low=0.2, clip_high=0.2).maxima["ratio_max"], torch.ones(5))
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_are_schulmans(estimator: str) -> None:
-    policy, reference = np.array([-0.5, -2.0, -1.0]), np.array([-1.0, -1.5, -1.0])
-    given = targets(policy.tolist(), reference=reference.tolist())
-    term = kl_to_reference(given, estimator=estimator)
-    difference = reference - policy
-    value, slope = {
-        "k1": (-difference, np.ones(3)),
-        "k2": (difference**2 / 2, -difference),
-        "k3": (np.exp(difference) - 1 - difference, 1 - np.exp(difference)),
-    }[estimator]
-    np.testing.assert_allclose(term.loss.detach().numpy(), value, atol=1e-6)
-    np.testing.assert_allclose(gradient(term.loss, given.logprobs), slope, atol=1e-6)
-    np.testing.assert_allclose(term.means["kl"].numpy(), value, atol=1e-6)
+def test_each_component_has_its_coefficient_parameters_weights_and_denominator() -> None:
+    """By hand: 2 * 3 * (1*1 + 2*0) / 4 with the main weights, 0.5 * (1*0.5 + 2*2) / 5 with a column, 1 * (3 * 1) / 7 with a scalar."""
+    given = targets([-1.0, -2.0], columns={"returns": [9.0, 9.0], "heavy": [0.5, 2.0]}, scalars={"pair_weight": [1.0]})
+    components = [
+        LossComponent(term="token", coefficient=2.0, parameters={"factor": 3.0}),
+        LossComponent(term="token", coefficient=0.5, weight="heavy"),
+        LossComponent(term="sequence", weight="pair_weight"),
+    ]
+    loss = loss_of(components, given, [1.0, 0.0], {MAIN_WEIGHT: 4.0, "heavy": 5.0, "pair_weight": 7.0})
+    assert loss.item() == pytest.approx(6 / 4 + 0.5 * 4.5 / 5 + 3 / 7)
+    close(gradient(loss, given.logprobs), [-6 / 4 - 0.05 - 1 / 7, -0.2 - 1 / 7])
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_kl_estimators_are_unbiased_over_the_policy(estimator: str) -> None:
-    """Their mean over all tokens, weighted with the policy, is the true KL(policy || reference): the sign and the direction."""
-    generator = torch.Generator().manual_seed(0)
-    policy, reference = (torch.log_softmax(torch.randn(20, generator=generator), 0) for _ in range(2))
-    term = kl_to_reference(targets(policy.tolist(), reference=reference.tolist()), estimator=estimator)
-    true = (policy.exp() * (policy - reference)).sum()
-    torch.testing.assert_close((policy.exp() * term.loss).sum(), true)
+def test_a_step_without_any_weight_has_a_loss_of_zero_and_not_nan() -> None:
+    given = targets([-1.0, -2.0])
+    loss = loss_of([LossComponent(term="token")], given, [0.0, 0.0], {MAIN_WEIGHT: 0.0})
+    assert loss.item() == 0.0
+    assert not gradient(loss, given.logprobs).any()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_an_unknown_reference_logprob_adds_nothing_to_the_kl(estimator: str) -> None:
-    term = kl_to_reference(targets([-1.0], reference=[math.nan]), estimator=estimator)
-    assert term.loss.item() == 0.0
+@pytest.mark.parametrize("weight", ["returns", "typo"])
+def test_a_weight_without_a_denominator_or_that_nothing_is_named_is_an_error(weight: str) -> None:
+    given = targets([-1.0], columns={"returns": [1.0]})
+    with pytest.raises(KeyError, match=weight):
+        loss_of([LossComponent(term="token", weight=weight)], given, [1.0], {MAIN_WEIGHT: 1.0})
 
 
-def test_kl_without_reference_logprobs_is_an_error_and_not_zero() -> None:
-    with pytest.raises(AssertionError, match="reference"):
-        kl_to_reference(targets([-1.0]), estimator="k3")
+def test_every_name_of_the_catalogue_is_a_function() -> None:
+    assert {name: callable(find_term(name)) for name in LOSS_TERMS} == dict.fromkeys(LOSS_TERMS, True)
+    assert set(find_terms([LossComponent(term="kl"), LossComponent(term="gspo")])) == {"kl", "gspo"}
 
 
-def test_entropy_bonus_lowers_the_loss_with_rising_entropy() -> None:
-    given = targets([-1.0, -1.0], entropy=[0.5, 2.0])
-    term = entropy_bonus(given)
-    assert term.loss.tolist() == [-0.5, -2.0]
-    assert gradient(term.loss, given.entropy).tolist() == [-1.0, -1.0]
+# ---- what a term reads ---------------------------------------------------------------------------------------------
 
 
-def test_every_component_of_grpo_is_a_known_term_with_parameters_that_it_takes() -> None:
-    given = targets([-1.0], old=[-1.0], reference=[-1.0])
-    for component in Grpo(AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1)).components():
-        assert LOSS_TERMS[component.term](given, **component.parameters).loss.shape == (1,)
+def test_sums_means_and_spreading_are_by_sequence_also_of_one_without_targets() -> None:
+    given = targets([-1.0, -2.0, -6.0], lengths=[2, 0, 1])
+    values = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    assert given.sequence_sum(values).tolist() == [3.0, 0.0, 6.0]
+    assert given.sequence_mean(values).tolist() == [1.5, 0.0, 6.0]
+    assert given.spread(torch.tensor([5.0, 7.0, 9.0])).tolist() == [5.0, 5.0, 9.0]
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])
+def test_an_unknown_logprob_is_the_policys_own_with_the_gradient_of_log_pi(unknown: float) -> None:
+    given = targets([-3.0, -1.0], old=[unknown, -1.5])
+    ratio = log_ratio(given)
+    assert ratio.tolist() == [0.0, 0.5]
+    assert gradient(ratio, given.logprobs).tolist() == [1.0, 1.0]
+
+
+def test_log_ratios_are_cut_either_way() -> None:
+    ratio = log_ratio(targets([-1.0, -500.0], old=[-500.0, -1.0]))
+    assert ratio.tolist() == [MOST_LOG_RATIO, -MOST_LOG_RATIO]
+
+
+# ---- the critic's loss ---------------------------------------------------------------------------------------------
+
+VALUES = np.array([0.0, 0.3, 1.0, -1.0, 0.5, 2.0])
+OLD = np.array([0.0, 0.0, 0.2, 0.4, 0.9, 0.0])
+RETURNS = np.array([1.0, 1.0, 0.0, 2.0, 0.7, 1.9])
+
+
+def critic(values: np.ndarray = VALUES) -> Targets:
+    return targets(np.zeros(len(values)), values=values, columns={"returns": RETURNS, "old_values": OLD})
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2, 10.0])
+def test_value_loss_is_half_the_larger_squared_error_of_the_value_and_the_clipped_value(clip: float) -> None:
+    def statement(at: np.ndarray) -> np.ndarray:
+        found = []
+        for now, before, goal in zip(at, OLD, RETURNS, strict=True):
+            error = (now - goal) ** 2
+            if clip > 0:
+                error = max(error, (min(max(now, before - clip), before + clip) - goal) ** 2)
+            found.append(error / 2)
+        return np.array(found)
+
+    given = critic()
+    term = value_loss(given, clip=clip)
+    close(value(term), statement(VALUES))
+    assert given.values is not None
+    close(gradient(term.loss, given.values), slopes(lambda at: float(statement(at).sum()), VALUES))
+    close(term.means["value_error"].numpy(), (VALUES - RETURNS) ** 2)
+
+
+def test_value_clipping_stops_a_value_that_moved_far_towards_its_return_and_not_one_that_moved_away() -> None:
+    """Clip 0.2. 0 to 0.3 with return 1, and 0 to 2 with 1.9: stopped. 0.2 to 1 with return 0, 0.9 to 0.5 with 0.7: corrected."""
+    given = critic()
+    term = value_loss(given, clip=0.2)
+    assert given.values is not None
+    slope = gradient(term.loss, given.values)
+    close(slope[[1, 2, 4, 5]], [0.0, 1.0, -0.2, 0.0])
+    assert term.means["value_clip_fraction"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_value_loss_without_values_is_an_error_and_not_zero() -> None:
+    with pytest.raises(AssertionError, match="value head"):
+        value_loss(targets([-1.0], columns={"returns": [1.0], "old_values": [1.0]}), clip=0.2)

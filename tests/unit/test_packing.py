@@ -59,8 +59,8 @@ def test_hand_computed_row_of_two_sequences_with_a_tool_gap() -> None:
     assert row.target.tolist() == [11, 14, 15, 22]
     assert row.predictor.tolist() == [0, 3, 4, 7]
     assert row.sequence.tolist() == [0, 0, 0, 1]
-    assert row.advantage.tolist() == [1.5, 4.5, 5.5, 52.5]
-    assert row.parity_logprobs.tolist() == [-1.0, -4.0, -5.0, -52.0]
+    assert row.advantage is not None and row.advantage.tolist() == [1.5, 4.5, 5.5, 52.5]
+    assert row.parity_logprobs is not None and row.parity_logprobs.tolist() == [-1.0, -4.0, -5.0, -52.0]
     assert row.old_logprobs is None
 
 
@@ -114,7 +114,7 @@ def test_every_rank_gets_the_same_number_of_micro_batches_and_each_sequence_exac
     for micros in packed:
         for micro in micros:
             assert len(micro.tokens) == sum(lengths[member] for member in micro.members) <= 64
-            assert len(micro.target) == len(micro.predictor) == len(micro.weight) == len(micro.advantage)
+            assert len(micro.target) == len(micro.predictor) == len(micro.weight)
 
 
 def test_skewed_lengths_on_two_ranks_are_balanced() -> None:
@@ -159,9 +159,9 @@ def test_balance_is_the_same_every_time_and_puts_long_items_apart() -> None:
 def test_unpack_undoes_pack(lengths: list[int], ranks: int, limit: int) -> None:
     sequences = of_lengths(lengths)
     packed = pack(sequences, ranks=ranks, micro_batch_tokens=limit)
-    back = unpack(packed, [[micro.parity_logprobs for micro in micros] for micros in packed], sequences)
+    back = unpack(packed, [[np.asarray(micro.advantage) for micro in micros] for micros in packed], sequences)
     for term, values in zip(sequences, back, strict=True):
-        np.testing.assert_array_equal(values, np.where(term.trainable, term.parity_logprobs, np.nan).astype(np.float32))
+        np.testing.assert_array_equal(values, np.where(term.trainable, np.asarray(term.advantage), np.nan).astype(np.float32))
 
 
 # ---- shared prompts ------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlpost.plugins import resolve
 from rlpost.rewards import load_rewards, resolve_reward
+from rlpost.rewards.resolve import reward_names
 from rlpost.types import ConfigError
 
 
@@ -112,6 +114,42 @@ def test_error_names_the_entry_of_the_configuration() -> None:
 
     with pytest.raises(ConfigError, match=r"^rewards\[1\]: no reward is named 'nope'"):
         load_rewards([RewardConfig(function="exact_match"), RewardConfig(function="nope")])
+
+
+def test_models_are_named_beside_functions_and_only_functions_are_loaded() -> None:
+    from rlpost.config.schema import RewardConfig
+
+    configs = [
+        RewardConfig(model="runs/reward/exported/"),
+        RewardConfig(function="exact_match"),
+        RewardConfig(model="other/exported", name="second"),
+        RewardConfig(function="my/rewards.py:C.reward"),
+        RewardConfig(model="embedded:tiny-random"),
+    ]
+    assert reward_names(configs) == ["exported", "exact_match", "second", "C.reward", "tiny-random"]
+    assert [reward.name for reward in load_rewards(configs[:3])] == ["exact_match"]
+    with pytest.raises(ConfigError, match=r"^rewards\[1\]: no reward is named 'nope'"):
+        load_rewards([RewardConfig(model="exported"), RewardConfig(function="nope")])
+    with pytest.raises(ConfigError, match=r"rewards\[0\] and rewards\[1\] are both named 'exported'"):
+        reward_names([RewardConfig(model="a/exported"), RewardConfig(model="b/exported")])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({}, r"rewards\[1\] has neither function nor model; give exactly one"),
+        ({"function": "format", "model": "rm"}, r"rewards\[1\] has function='format' and model='rm'; give exactly one"),
+        (
+            {"model": "rm", "options": {"scale": 2}},
+            r"rewards\[1\]: options \{'scale': 2\} are given to functions only, and 'rm' is a model",
+        ),
+    ],
+)
+def test_a_reward_is_exactly_one_of_a_function_and_a_model(entries: dict[str, Any], message: str) -> None:
+    from rlpost.config.schema import RewardConfig
+
+    with pytest.raises(ConfigError, match=message):
+        load_rewards([RewardConfig(function="exact_match"), RewardConfig(**entries)])
 
 
 def test_importing_rewards_loads_nothing_heavy() -> None:

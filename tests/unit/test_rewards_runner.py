@@ -10,9 +10,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlpost.config.schema import RewardConfig
@@ -208,6 +210,25 @@ def test_several_rewards_are_summed_by_weight_and_one_failure_fails_the_sum(func
     assert outcomes[2].value is None and outcomes[2].parts == {"by_command": None, "exact_match": 1.0, "judge": None}
     # by_command answered None and judge raised: the fault is reported, not the None.
     assert outcomes[3].failure is not None and (outcomes[3].failure.kind, outcomes[3].failure.where) == ("raised", "judge")
+
+
+def test_reward_models_among_the_configuration_and_the_tokens_for_them_stay_out_of_the_workers(functions: str) -> None:
+    """Weights and names must not shift by the models; and tokens of a million trajectories are not for a pipe."""
+    configs = [
+        RewardConfig(model="somewhere/rm", weight=100.0),
+        RewardConfig(function=f"{functions}:by_command", weight=3.0),
+        RewardConfig(model="elsewhere", weight=1000.0),
+        RewardConfig(function="length_penalty", name="length", options={"limit": 4}, weight=2.0),
+    ]
+    unpicklable = np.array([lambda: None], dtype=object)
+    [outcome] = score(configs, [replace(item("2.0"), trajectory_tokens=unpicklable)])
+    assert outcome.failure is None and outcome.parts == {"by_command": 2.0, "length": -1.0}
+    assert outcome.value == 3.0 * 2.0 - 2.0 * 1.0
+
+
+def test_models_alone_need_no_runner(functions: str) -> None:
+    with pytest.raises(ConfigError, match="no reward function is configured"):
+        RewardRunner([RewardConfig(model="somewhere/rm")], workers=1, timeout_s=1.0)
 
 
 def test_async_calls_of_a_batch_run_at_the_same_time(functions: str) -> None:

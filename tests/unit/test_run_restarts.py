@@ -34,7 +34,7 @@ class Run:
     def context(self, *, max_restarts: int = 1) -> RunContext:
         config, unused = RunConfig(), SimpleNamespace()
         config.checkpoint.max_restarts = max_restarts
-        console = SimpleNamespace(warning=self.warnings.append, message=lambda text: None)
+        console = SimpleNamespace(warning=self.warnings.append, message=lambda text: None, phase=lambda name: None)
         parts: Any = {"derived": unused, "inputs": unused, "trackers": unused, "console": console}
         return RunContext(config=config, run_dir=self.run_dir, **parts)
 
