@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from rlpost.algorithms.protocol import Algorithm, OfflineAlgorithm, RunFacts
+from rlpost.config.algorithms import with_defaults
 from rlpost.config.schema import AlgorithmConfig
 from rlpost.plugins import resolve
 from rlpost.types import LossComponent
@@ -53,7 +54,7 @@ def make_algorithm(config: AlgorithmConfig, facts: RunFacts) -> Algorithm:
 
 def make_offline_algorithm(config: AlgorithmConfig) -> OfflineAlgorithm:
     """The offline algorithm that ``config.name`` names."""
-    return cast(OfflineAlgorithm, _class(config)(config))
+    return cast(OfflineAlgorithm, _class(config)(with_defaults(config)))
 
 
 def _class(config: AlgorithmConfig) -> Any:

@@ -162,7 +162,8 @@ class UnpairedPreference:
         """
         if len(rows) < 2:
             raise ConfigError(
-                "kto compares with the answers of other rows, but a step has one: schedule.prompts_per_step must be 2 or more"
+                "kto compares with the answers of other rows, but a batch has one: schedule.prompts_per_step (and evaluation.prompts) "
+                "must be 2 or more"
             )
         terms = []
         for row, group in zip(rows, _groups(rows), strict=True):

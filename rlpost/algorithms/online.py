@@ -1,7 +1,8 @@
 """Online policy gradients: what a sample is worth, and what the loss is made of. Named algorithms are settings of this one class.
 
-A class of your own is best made from it: override :meth:`PolicyGradient.advantages` (or :meth:`PolicyGradient.components`), and name it
-as ``algorithm.name=my_package.my_module:MyClass``.
+A class of your own is best made from it: override :meth:`PolicyGradient.compare` (rewards of a group -> advantages),
+:meth:`PolicyGradient.advantages` (of every token of a batch) or :meth:`PolicyGradient.components`, and name it:
+``algorithm.name=my_package.my_module:MyClass``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PolicyGradient:
     # ---- who is trained --------------------------------------------------------------------------------------------
 
     def choose(self, groups: Sequence[Group]) -> list[SampledGroup]:
-        """See the protocol. A refused group keeps its samples, but none is trained on."""
+        """See the protocol. A refused group is left without samples."""
         return [self._sampled(group) for group in groups]
 
     def refuses(self, group: Group) -> bool:
@@ -59,7 +60,9 @@ class PolicyGradient:
         samples = self._samples(group)
         if self.refuses(group):
             samples = []
-        baseline = group.baseline.reward if group.baseline is not None else None
+        greedy, baseline = group.baseline, None
+        if greedy is not None and greedy.reward is not None:
+            baseline = shaped_reward(greedy, self.config.shaping, self.facts)
         if self.greedy_baseline and baseline is None:  # the greedy sample failed, so there is nothing to compare with
             samples = []
         return SampledGroup(group_id=group.group_id, samples=tuple(samples), baseline=baseline)
@@ -120,13 +123,14 @@ class PolicyGradient:
         if self.config.shaping.combine == "each":
             totals = self._each_reward(batch)
         else:
-            totals = [self._compare([self._whole_reward(sample) for sample in group.samples], group.baseline) for group in batch]
+            totals = [self.compare([self._whole_reward(sample) for sample in group.samples], group.baseline) for group in batch]
         return [
             [np.full(sample.trajectory.sampled_tokens, value) for sample, value in zip(group.samples, values, strict=True)]
             for group, values in zip(batch, totals, strict=True)
         ]
 
-    def _compare(self, rewards: Sequence[float], baseline: float | None) -> np.ndarray:
+    def compare(self, rewards: Sequence[float], baseline: float | None) -> np.ndarray:
+        """Advantages of a group's scored samples ``[samples]`` from their rewards; ``baseline`` is the greedy sample's."""
         if self.config.advantage == "greedy":
             assert baseline is not None or not rewards, "choose() leaves out groups without a greedy reward"
             return worth.greedy(rewards, baseline or 0.0)
@@ -139,7 +143,7 @@ class PolicyGradient:
             total = np.zeros(len(group.samples))
             for name in dict.fromkeys(name for sample in group.samples for name in sample.parts):
                 weight = self.facts.reward_weights.get(name, 1.0)
-                total += weight * self._compare([sample.parts.get(name, 0.0) for sample in group.samples], group.baseline)
+                total += weight * self.compare([sample.parts.get(name, 0.0) for sample in group.samples], group.baseline)
             totals.append(total)
         return worth.normalise(totals)
 
@@ -171,7 +175,7 @@ class PolicyGradient:
         return token_kl(_behaviour(sample), _sampled(sample, sample.reference_logprobs), self.config.kl_estimator)
 
     def _measure_kl(self, batch: Sequence[SampledGroup]) -> None:
-        found = [self._kl_of(sample) for group in batch for sample in group.samples]
+        found = [self._kl_of(sample) for group in batch for sample in group.samples if sample.trained]
         self._reward_kl = float(np.concatenate([np.zeros(0), *found]).mean()) if any(len(one) for one in found) else 0.0
 
     def _whole_reward(self, sample: Sample) -> float:

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m rlpost.checkpoint", description="Work with checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    export = commands.add_parser("export", help="write the policy as a Hugging Face directory that transformers and vLLM load")
+    export = commands.add_parser("export", help="write the trained model as a Hugging Face directory that transformers and vLLM load")
     export.add_argument("source", type=Path, help="a run directory (its newest complete checkpoint) or one checkpoint")
     export.add_argument("--to", type=Path, required=True, help="the directory to write; it must not exist")
     export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="dtype of the weights (default: %(default)s)")

@@ -48,6 +48,12 @@ def _offline(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.preference.loss=robust needs the share of wrong labels: label_smoothing is {smoothing:g}, expected 0 to 0.5"
     if algorithm.name == "dpo" and smoothing and algorithm.preference.loss in ("ipo", "hinge"):
         yield f"algorithm.preference.label_smoothing={smoothing:g} is not used by loss={algorithm.preference.loss}; set it to 0"
+    rows = {"schedule.prompts_per_step": config.schedule.prompts_per_step}
+    if config.evaluation.every:
+        rows["evaluation.prompts"] = config.evaluation.prompts
+    for key, count in rows.items():
+        if algorithm.name == "kto" and count < 2:
+            yield f"{key}={count} with algorithm.name=kto: its baseline pairs a prompt with another row's answer; set it to 2 or more"
     if algorithm.name == "kto" and algorithm.reference == "precomputed":
         yield (
             "algorithm.reference=precomputed with algorithm.name=kto: its baseline pairs prompts with others' answers, new ones in every "
@@ -81,7 +87,7 @@ def _advantage(config: RunConfig) -> Iterator[str]:
         )
     policy_loss = with_defaults(algorithm).policy_loss
     if algorithm.dual_clip and policy_loss != "policy_clip":
-        yield f"algorithm.dual_clip={algorithm.dual_clip:g} is a bound of policy_clip, and algorithm.policy_loss is {policy_loss}; set it to 0"
+        yield f"algorithm.dual_clip={algorithm.dual_clip:g} is a bound of policy_clip, not of {policy_loss}; set it to 0"
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip={algorithm.dual_clip:g} would cut the loss of every bad sample; expected 0 (off) or more than 1"
     if advantage == "teacher" and algorithm.reference_path is None:
@@ -98,6 +104,8 @@ def _kl(config: RunConfig) -> Iterator[str]:
         )
     if estimator == "k3_unbiased" and place == "reward":
         yield "algorithm.kl_estimator=k3_unbiased is weighted in the loss; with algorithm.kl_in=reward set k1, k2 or k3"
+    if place == "reward" and with_defaults(algorithm).advantage == "teacher":
+        yield "algorithm.kl_in=reward with algorithm.advantage=teacher: nothing reads that reward; set algorithm.kl_in=loss"
     if algorithm.kl_coefficient == 0 and algorithm.kl_target is not None:
         yield f"algorithm.kl_target={algorithm.kl_target:g} steers algorithm.kl_coefficient, which is 0; give it a start above 0"
 
@@ -142,7 +150,7 @@ def _shaping(config: RunConfig) -> Iterator[str]:
     if shaping.clip_low is not None and shaping.clip_high is not None and shaping.clip_low >= shaping.clip_high:
         yield f"algorithm.shaping.clip_low={shaping.clip_low:g} is not below clip_high={shaping.clip_high:g}: all rewards would be equal"
     advantage = with_defaults(config.algorithm).advantage
-    if shaping.combine == "each" and advantage not in GROUP_ADVANTAGES:
+    if shaping.combine == "each" and advantage not in GROUP_ADVANTAGES[:-1]:
         yield (
             f"algorithm.shaping.combine=each compares each reward within its group, and algorithm.advantage={advantage} does not; "
             "set combine=sum"
@@ -170,6 +178,17 @@ def _filter(config: RunConfig) -> Iterator[str]:
     bounds = [name for name in ("least_mean", "most_mean") if getattr(one, name) is not None]
     if bounds and one.zero_variance == "keep":
         yield f"algorithm.filter.{bounds[0]} is not used with algorithm.filter.zero_variance=keep; set that to drop or resample"
+    advantage = with_defaults(config.algorithm).advantage
+    if one.zero_variance != "keep" and advantage == "teacher":
+        yield (
+            f"algorithm.filter.zero_variance={one.zero_variance} looks at rewards, and algorithm.advantage=teacher judges tokens without; "
+            "set it to keep"
+        )
+    elif one.zero_variance != "keep" and config.algorithm.group_size == 1 and ":" not in config.algorithm.name:
+        yield (
+            f"algorithm.filter.zero_variance={one.zero_variance} with algorithm.group_size=1: one reward has no variance, so every group "
+            "would be refused; set algorithm.group_size=2 or more, or zero_variance=keep"
+        )
     if len(bounds) == 2 and one.least_mean >= one.most_mean:  # type: ignore[operator]
         yield f"algorithm.filter.least_mean={one.least_mean} is not below most_mean={one.most_mean}: every group would be refused"
 

@@ -32,7 +32,12 @@ ONLINE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "distillation": {**_GRPO, "advantage": "teacher"},
 }
 
+OFFLINE_DEFAULTS: Mapping[str, Any] = {"loss_aggregation": "token_mean"}
+
 OFFLINE = ("sft", "dpo", "simpo", "orpo", "kto", "reward_model")
+
+PAIRED = ("dpo", "simpo", "orpo", "reward_model")
+"""Both answers of a row share a micro-batch."""
 
 WITH_REFERENCE = ("dpo", "kto")
 
@@ -44,6 +49,6 @@ def is_offline(config: AlgorithmConfig) -> bool:
 
 def with_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
     """A copy in which nothing is auto or null that the algorithm's name decides. An algorithm by import path gets GRPO's."""
-    defaults = ONLINE_DEFAULTS.get(config.name, _GRPO)
+    defaults = OFFLINE_DEFAULTS if is_offline(config) else ONLINE_DEFAULTS.get(config.name, _GRPO)
     found = {name: value for name, value in defaults.items() if getattr(config, name) in ("auto", None)}
     return replace(config, **found)

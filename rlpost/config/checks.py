@@ -70,6 +70,9 @@ TEMPERATURES = ("sampling.temperature", "evaluation.temperature")
 
 MOST_LORA_RANK = 512
 
+MOST_BFLOAT16_BETA2 = 0.99
+"""bfloat16 rounds a second moment's decay of 0.996 and more away."""
+
 MOST_TEMPERATURE = 2.0
 """vLLM's SamplingParams refuse a request with a higher one: every request of the run, when Ray and the engines are already up."""
 
@@ -176,12 +179,32 @@ def _training(config: RunConfig, device: Device) -> Iterator[str]:
             f"learning rate is never reached; set it to {total} or less"
         )
     yield from _lora(config)
+    yield from _optimizer(config)
     try:
         re.compile(config.training.trainable)
     except re.error as error:
         yield (
             f"training.trainable={config.training.trainable!r} is not a regular expression ({error}); "
             "give `all` or a pattern of parameter names"
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    optimizer, lora = config.training.optimizer, config.training.lora
+    if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield (
+            "training.optimizer.name=adamw_8bit needs torchao, which is not installed here: pip install --no-deps 'torchao==0.18.*' on "
+            "every node, or take adamw_bf16"
+        )
+    if optimizer.name == "adamw_bf16" and optimizer.beta2 > MOST_BFLOAT16_BETA2:
+        yield (
+            f"training.optimizer.beta2={optimizer.beta2} with training.optimizer.name=adamw_bf16: a second moment in bfloat16 cannot decay "
+            f"so slowly and would stay at its highest; set beta2 to at most {MOST_BFLOAT16_BETA2}, or take adamw or adamw_8bit"
+        )
+    if optimizer.name == "muon" and lora.rank:
+        yield (
+            f"training.optimizer.name=muon with training.lora.rank={lora.rank}: muon is for the layers' weight matrices, which LoRA does "
+            "not train; take adamw"
         )
 
 
@@ -218,7 +241,7 @@ def _rewards(config: RunConfig, device: Device) -> Iterator[str]:
         if (reward.function is None) == (reward.model is None):
             found = "both function and model" if reward.function else "neither function nor model"
             yield f"rewards.{number} names {found}; give exactly one of them"
-    names = [reward.name or re.split(r"[:/]", reward.function or reward.model or "")[-1] for reward in config.rewards]
+    names = [reward.name or re.split(r"[:/]", (reward.function or reward.model or "").rstrip("/"))[-1] for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"rewards: {names.count(name)} entries are called {name}, so their metrics would be one; give each its own rewards.N.name"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlpost.config.algorithms import WITH_REFERENCE, is_offline, with_defaults
+from rlpost.config.algorithms import PAIRED, WITH_REFERENCE, is_offline, with_defaults
 from rlpost.config.schema import AlgorithmConfig, RunConfig
 from rlpost.types import ConfigError
 
@@ -182,11 +182,14 @@ def micro_batch_problem(config: RunConfig) -> str | None:
     """Why the longest sequence does not fit in one forward; None when it does."""
     needed, reason = needed_model_len(config)
     length = needed if is_offline(config.algorithm) else config.engine.max_model_len or needed
+    what = "one sequence"
+    if config.algorithm.name in PAIRED:
+        length, what, reason = 2 * length, "the two answers of a pair", f"twice {reason}"
     if config.training.micro_batch_tokens >= length:
         return None
     return (
-        f"training.micro_batch_tokens is {config.training.micro_batch_tokens}, but one sequence may have {length} tokens "
-        f"({'engine.max_model_len' if config.engine.max_model_len else reason}) and is never split over forwards; "
+        f"training.micro_batch_tokens is {config.training.micro_batch_tokens}, but {what} may have {length} tokens "
+        f"({'engine.max_model_len' if length == config.engine.max_model_len else reason}) and are never split over forwards; "
         f"set training.micro_batch_tokens={length} or more, or shorten the sequences"
     )
 

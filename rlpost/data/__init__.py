@@ -4,6 +4,8 @@
     tokenizer.py   the only place where text becomes tokens and tokens become text
     prepare.py     Prompt -> Prompt with ``tokens``; prompts over the limit are dropped and counted, or refused
     cursor.py      the endless, seeded, resumable stream of prompt indices
+    answers.py     a row of an offline set -> prompt and answers, as text or conversations, with the turns that are trained
+    offline.py     those -> OfflineRow: tokens, and the mask of what is trained; rows over the limit are dropped and counted, or refused
 
 Comes in: ``data.*`` and ``model.*`` of the configuration. Goes out: prompts with tokens, and indices into them.
 

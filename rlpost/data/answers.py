@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpost.config.schema import DataConfig
-from rlpost.data.load import Row, _brief, _messages
+from rlpost.data.load import Row, brief, column, missing, read_messages, read_question
 from rlpost.types import ConfigError
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -46,7 +46,7 @@ def conversation(row: Row, config: DataConfig) -> Answer:
         messages, place = answer.messages, _place(row, config.completion_field)
     elif row.columns.get(config.messages_field) is not None:
         place = _place(row, config.messages_field)
-        messages = _chat(row.columns[config.messages_field], place)
+        messages = read_messages(row.columns[config.messages_field], place)
     else:
         raise ConfigError(
             f"{row.place}: found the columns {sorted(row.columns)}, expected {config.completion_field!r} (data.completion_field) beside "
@@ -68,7 +68,7 @@ def completion(row: Row, config: DataConfig) -> Answer:
     """``data.prompt_field`` and its one answer in ``data.completion_field``. Raises ConfigError."""
     prompt = _prompt(row, config)
     if prompt is None:
-        raise _missing(row, "data.prompt_field", config.prompt_field)
+        raise missing(row, "data.prompt_field", config.prompt_field)
     answer = _value(row, "data.completion_field", config.completion_field)
     return _continue(prompt, answer, _place(row, config.completion_field))
 
@@ -90,7 +90,7 @@ def pair(row: Row, config: DataConfig) -> dict[str, Answer]:
     if not isinstance(prompt, tuple) and not isinstance(chosen, str) and not isinstance(rejected, str):
         prompt = _common_prompt(row, prompt, chosen, rejected)
     if prompt is None:
-        raise _missing(row, "data.prompt_field", config.prompt_field)
+        raise missing(row, "data.prompt_field", config.prompt_field)
     if isinstance(prompt, str) and isinstance(chosen, str) != isinstance(rejected, str):
         prompt = _as_messages(prompt, "user")
     return {
@@ -101,12 +101,10 @@ def pair(row: Row, config: DataConfig) -> dict[str, Answer]:
 
 def label(row: Row, config: DataConfig) -> bool:
     """``data.label_field``: whether the answer is wanted. Raises ConfigError for anything but a bool, 0 or 1."""
-    value = row.columns.get(config.label_field)
-    if value is None:
-        raise _missing(row, "data.label_field", config.label_field)
+    value = column(row, "data.label_field", config.label_field)
     if not isinstance(value, int | float) or value not in (0, 1):
         raise ConfigError(
-            f"{_place(row, config.label_field)}: found {_brief(value)}, expected true or 1 for a wanted answer, false or 0 for an "
+            f"{_place(row, config.label_field)}: found {brief(value)}, expected true or 1 for a wanted answer, false or 0 for an "
             "unwanted one; mend the row, or set data.label_field to the right column"
         )
     return bool(value)
@@ -119,7 +117,7 @@ def margin(row: Row, config: DataConfig) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(
-            f"{_place(row, config.margin_field)}: found {_brief(value)}, expected the margin of the pair, a finite number; mend the row, "
+            f"{_place(row, config.margin_field)}: found {brief(value)}, expected the margin of the pair, a finite number; mend the row, "
             "or set data.margin_field to another column"
         )
     return float(value)
@@ -129,29 +127,16 @@ def _place(row: Row, column: str) -> str:
     return f"{row.place}, column {column!r}"
 
 
-def _missing(row: Row, option: str, column: str) -> ConfigError:
-    found = "null there" if column in row.columns else f"not among its columns {sorted(row.columns)}"
-    return ConfigError(f"{row.place}: column {column!r} ({option}) is {found}; set {option} to the right column or mend the row")
-
-
-def _value(row: Row, option: str, column: str) -> str | Messages:
+def _value(row: Row, option: str, name: str) -> str | Messages:
     """An answer's column."""
-    value = row.columns.get(column)
-    if value is None:
-        raise _missing(row, option, column)
-    return value if isinstance(value, str) else _chat(value, _place(row, column))
+    value = column(row, option, name)
+    return value if isinstance(value, str) else read_messages(value, _place(row, name))
 
 
 def _prompt(row: Row, config: DataConfig) -> str | Messages | None:
     """None without the column. The last message is not the assistant's."""
     value = row.columns.get(config.prompt_field)
-    return value if value is None or isinstance(value, str) else _messages(value, _place(row, config.prompt_field))
-
-
-def _chat(value: Any, place: str) -> Messages:
-    """Messages of which the last may be the assistant's: ``_messages`` wants another after it."""
-    follow_up = {"role": "user", "content": ""}
-    return _messages([*value, follow_up] if isinstance(value, list) and value else value, place)[: len(value)]
+    return value if value is None or isinstance(value, str) else read_question(value, _place(row, config.prompt_field))
 
 
 def _as_messages(value: str | Messages, role: str) -> Messages:
@@ -172,7 +157,7 @@ def _common_prompt(row: Row, prompt: str | None, chosen: Messages, rejected: Mes
         )
     if prompt is not None and prompt.strip() not in [str(message.get("content")).strip() for message in chosen[:common]]:
         raise ConfigError(
-            f"{row.place}: the prompt {_brief(prompt)} is no message of the start that the chosen and the rejected conversation have in "
+            f"{row.place}: the prompt {brief(prompt)} is no message of the start that the chosen and the rejected conversation have in "
             "common; mend the row, or set data.prompt_field to a column that is not there"
         )
     return chosen[:common]
@@ -182,13 +167,13 @@ def _continue(prompt: str | Messages, answer: str | Messages, place: str) -> Ans
     """The prompt and its answer, which may repeat the prompt's messages at its start."""
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer.strip():
-            raise ConfigError(f"{place}: found {_brief(answer)}, expected an answer; an empty one teaches nothing, remove the row")
+            raise ConfigError(f"{place}: found {brief(answer)}, expected an answer; an empty one teaches nothing, remove the row")
         return TextAnswer(prompt=prompt, completion=answer)
     start, rest = _as_messages(prompt, "user"), _as_messages(answer, "assistant")
     if rest[: len(start)] == start:
         rest = rest[len(start) :]
     if not rest or rest[0]["role"] != "assistant":
-        found = f"a message of role {_brief(rest[0]['role'])}" if rest else "nothing"
+        found = f"a message of role {brief(rest[0]['role'])}" if rest else "nothing"
         raise ConfigError(
             f"{place}: found {found} after the prompt's {len(start)} message(s), expected one of role 'assistant' there; an answer begins "
             "with the assistant's message, or repeats the whole prompt before it"
@@ -206,7 +191,7 @@ def _check_last(messages: Messages, place: str) -> None:
     role = messages[-1]["role"]
     if role != "assistant":
         raise ConfigError(
-            f"{place}: the last message has role {_brief(role)}, expected 'assistant', whose answer is to be learnt; remove what follows "
+            f"{place}: the last message has role {brief(role)}, expected 'assistant', whose answer is to be learnt; remove what follows "
             "the last answer, or rename the role"
         )
 

@@ -37,22 +37,38 @@ def load_prompts(source: str, *, prompt_field: str = "prompt", id_field: str | N
     Raises:
         ConfigError: the source is missing or of an unknown kind, is empty, or a row cannot be used; names the row.
     """
+    return [_to_prompt(row, row_id, prompt_field, id_field) for row_id, row in identified_rows(source, id_field, limit)]
+
+
+def identified_rows(source: str, id_field: str | None, limit: int | None) -> Iterator[tuple[str, Row]]:
+    """``(id, row)`` of the first ``limit`` rows (None: of all), at least one, no id twice. Raises ConfigError like :func:`load_prompts`."""
     if limit is not None and limit < 1:
         raise ConfigError(f"data.limit is {limit}; it must be 1 or more, or null for all rows")
-    prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for index, row in enumerate(islice(_rows(source), limit)):
-        prompt = _to_prompt(row, index, prompt_field, id_field)
-        if prompt.prompt_id in seen:
+        row_id = str(index) if id_field is None else str(column(row, "data.id_field", id_field))
+        if row_id in seen:
             raise ConfigError(
-                f"{row.place}: id {prompt.prompt_id!r} was already used at {seen[prompt.prompt_id]}; "
+                f"{row.place}: id {row_id!r} was already used at {seen[row_id]}; "
                 f"ids must be unique (data.id_field={id_field}; null numbers the rows)"
             )
-        seen[prompt.prompt_id] = row.place
-        prompts.append(prompt)
-    if not prompts:
-        raise ConfigError(f"{source}: no rows; a data set needs at least one prompt")
-    return prompts
+        seen[row_id] = row.place
+        yield row_id, row
+    if not seen:
+        raise ConfigError(f"{source}: no rows; a data set needs at least one")
+
+
+def column(row: Row, option: str, name: str) -> Any:
+    """A column that must be there; ``option`` names it in the configuration. Raises ConfigError when it is not, or null."""
+    if row.columns.get(name) is None:
+        raise missing(row, option, name)
+    return row.columns[name]
+
+
+def missing(row: Row, option: str, name: str) -> ConfigError:
+    """The error of a row whose column ``name`` is not there, or null."""
+    found = "null there" if name in row.columns else f"not among its columns {sorted(row.columns)}"
+    return ConfigError(f"{row.place}: column {name!r} ({option}) is {found}; set {option} to the right column or mend the row")
 
 
 def _rows(source: str) -> Iterator[Row]:
@@ -156,48 +172,50 @@ def _embedded(source: str) -> Iterator[Row]:
         yield Row(f"{source}, row {number}", columns)
 
 
-def _to_prompt(row: Row, index: int, prompt_field: str, id_field: str | None) -> Prompt:
-    for option, column in (("data.prompt_field", prompt_field), ("data.id_field", id_field)):
-        if column is not None and row.columns.get(column) is None:
-            found = "null there" if column in row.columns else f"not among its columns {sorted(row.columns)}"
-            raise ConfigError(f"{row.place}: column {column!r} ({option}) is {found}; set {option} to the right column or mend the row")
-    value = row.columns[prompt_field]
-    prompt_id = str(index) if id_field is None else str(row.columns[id_field])
+def _to_prompt(row: Row, row_id: str, prompt_field: str, id_field: str | None) -> Prompt:
+    value = column(row, "data.prompt_field", prompt_field)
     fields = {name: content for name, content in row.columns.items() if name not in (prompt_field, id_field)}
     if isinstance(value, str):
-        return Prompt(prompt_id=prompt_id, text=value, fields=fields)
-    return Prompt(prompt_id=prompt_id, messages=_messages(value, f"{row.place}, column {prompt_field!r}"), fields=fields)
+        return Prompt(prompt_id=row_id, text=value, fields=fields)
+    return Prompt(prompt_id=row_id, messages=read_question(value, f"{row.place}, column {prompt_field!r}"), fields=fields)
 
 
-def _messages(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
-    """Chat messages as they go to the template. Keys with None are left out: Parquet gives every message the keys of all."""
-    if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f'{place}: found {_brief(value)}, expected text or a non-empty list of messages such as [{{"role": "user", "content": "..."}}]'
-        )
-    messages = []
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise ConfigError(f"{place}: message {number} is {_brief(message)}, expected an object with role and content")
-        kept = {key: content for key, content in message.items() if content is not None}
-        role, content = kept.get("role"), kept.get("content")
-        if not isinstance(role, str) or not role:
-            raise ConfigError(
-                f"{place}: message {number} has role {_brief(role)}, expected text such as 'user'; its keys are {sorted(message)}"
-            )
-        if not isinstance(content, str) and not (content is None and "tool_calls" in kept):
-            raise ConfigError(
-                f"{place}: message {number} ({role}) has content {_brief(content)}, expected text; only text models are supported"
-            )
-        messages.append(kept)
-    if messages[-1]["role"] == "assistant":
+def read_question(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
+    """Chat messages for a model to answer: the last is not the assistant's. Raises ConfigError, which begins with ``place``."""
+    found = read_messages(value, place)
+    if found[-1]["role"] == "assistant":
         raise ConfigError(
             f"{place}: the last message is the assistant's, so there is nothing to answer; remove it "
             "(put a reference answer into a column of its own)"
         )
-    return tuple(messages)
+    return found
 
 
-def _brief(value: Any) -> str:
+def read_messages(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
+    """Chat messages as they go to the template. Keys with None are left out: Parquet gives every message the keys of all."""
+    if not isinstance(value, list) or not value:
+        raise ConfigError(
+            f'{place}: found {brief(value)}, expected text or a non-empty list of messages such as [{{"role": "user", "content": "..."}}]'
+        )
+    found = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"{place}: message {number} is {brief(message)}, expected an object with role and content")
+        kept = {key: content for key, content in message.items() if content is not None}
+        role, content = kept.get("role"), kept.get("content")
+        if not isinstance(role, str) or not role:
+            raise ConfigError(
+                f"{place}: message {number} has role {brief(role)}, expected text such as 'user'; its keys are {sorted(message)}"
+            )
+        if not isinstance(content, str) and not (content is None and "tool_calls" in kept):
+            raise ConfigError(
+                f"{place}: message {number} ({role}) has content {brief(content)}, expected text; only text models are supported"
+            )
+        found.append(kept)
+    return tuple(found)
+
+
+def brief(value: Any) -> str:
+    """A value for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}... ({type(value).__name__})"

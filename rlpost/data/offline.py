@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
 
 import numpy as np
 
 from rlpost.algorithms.protocol import OfflineRow, TokenSequence
 from rlpost.config.schema import DataConfig
 from rlpost.data.answers import Answer, ChatAnswer, TextAnswer, completion, conversation, label, margin, pair
-from rlpost.data.load import Row, _rows
+from rlpost.data.load import Row, identified_rows
 from rlpost.data.prepare import NAMED_IN_ERROR
 from rlpost.data.tokenizer import PromptTokenizer
-from rlpost.types import ConfigError, Prompt
-
-DataKind = Literal["conversation", "pair", "labelled"]
+from rlpost.types import ConfigError, DataKind, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,33 +37,15 @@ def load_rows(source: str, kind: DataKind, config: DataConfig, limit: int | None
     Raises:
         ConfigError: the source cannot be read or is empty, or a row cannot be used; names the row.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit is {limit}; it must be 1 or more, or null for all rows")
-    rows: list[RawRow] = []
-    seen: dict[str, str] = {}
-    for index, row in enumerate(islice(_rows(source), limit)):
-        raw = _read(row, str(index), kind, config)
-        if raw.row_id in seen:
-            raise ConfigError(
-                f"{row.place}: id {raw.row_id!r} was already used at {seen[raw.row_id]}; "
-                f"ids must be unique (data.id_field={config.id_field}; null numbers the rows)"
-            )
-        seen[raw.row_id] = row.place
-        rows.append(raw)
-    if not rows:
-        raise ConfigError(f"{source}: no rows; a data set needs at least one")
-    return rows
+    return [_read(row, row_id, kind, config) for row_id, row in identified_rows(source, config.id_field, limit)]
 
 
-def _read(row: Row, number: str, kind: DataKind, config: DataConfig) -> RawRow:
-    row_id = number if config.id_field is None else row.columns.get(config.id_field)
-    if row_id is None:
-        raise ConfigError(f"{row.place}: no id in column {config.id_field!r} (data.id_field); mend the row, or set data.id_field=null")
+def _read(row: Row, row_id: str, kind: DataKind, config: DataConfig) -> RawRow:
     if kind == "pair":
-        return RawRow(row_id=str(row_id), place=row.place, answers=pair(row, config), margin=margin(row, config))
+        return RawRow(row_id=row_id, place=row.place, answers=pair(row, config), margin=margin(row, config))
     if kind == "labelled":
-        return RawRow(row_id=str(row_id), place=row.place, answers={"answer": completion(row, config)}, wanted=label(row, config))
-    return RawRow(row_id=str(row_id), place=row.place, answers={"answer": conversation(row, config)})
+        return RawRow(row_id=row_id, place=row.place, answers={"answer": completion(row, config)}, wanted=label(row, config))
+    return RawRow(row_id=row_id, place=row.place, answers={"answer": conversation(row, config)})
 
 
 def tokenize_rows(rows: Sequence[RawRow], tokenizer: PromptTokenizer, kind: DataKind, config: DataConfig) -> tuple[list[OfflineRow], int]:

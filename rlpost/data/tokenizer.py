@@ -51,7 +51,7 @@ class PromptTokenizer:
 
     def __init__(self, model_path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
         self.model_path = str(model_path)
-        directory = _local_directory(self.model_path)
+        directory = tokenizer_directory(self.model_path)
         self._tokenizer = _load(directory, trust_remote_code)
         if chat_template is not None:
             self._tokenizer.chat_template = _read_template(chat_template)
@@ -201,7 +201,7 @@ def check_chat_template(model_path: str | Path, chat_template: str | None = None
     return bool(_read_json(directory / "tokenizer_config.json").get("chat_template"))
 
 
-def _local_directory(model_path: str) -> Path:
+def tokenizer_directory(model_path: str) -> Path:
     """The directory with the tokenizer's files; of a hub name they are downloaded (or taken from the hub's cache)."""
     directory = Path(model_path).expanduser()
     if directory.is_dir():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from rlpost.algorithms.catalogue import make_algorithm, make_offline_algorithm
 from rlpost.algorithms.protocol import Algorithm, OfflineAlgorithm, OfflineRow
@@ -13,11 +12,10 @@ from rlpost.config.schema import RunConfig
 from rlpost.data.offline import load_rows, tokenize_rows
 from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer
-from rlpost.driver.preflight import check_rewards, read_prompts, run_facts
+from rlpost.driver.preflight import check_reward_tokenizers, check_rewards, read_prompts, run_facts
 from rlpost.environments.catalogue import environment_factory
 from rlpost.environments.protocol import Environment
 from rlpost.models.embedded import local_model
-from rlpost.rewards.model_reward import check_same_tokenizer
 from rlpost.types import Prompt
 
 
@@ -87,8 +85,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     prompts, dropped = within_limit(raw["data.train"])
     held_out, dropped_held_out = within_limit(raw["data.evaluation"]) if "data.evaluation" in raw else ([], 0)
     reward_models = tuple(local_model(reward.model) for reward in config.rewards if reward.model is not None)
-    for number, path in enumerate(reward_models):
-        check_same_tokenizer(Path(model_path), Path(path), f"rewards: reward model {number}")
+    check_reward_tokenizers(config, hub=True)
     critic = config.algorithm.critic.path
     return Inputs(
         model_path=model_path,

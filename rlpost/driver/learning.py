@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlpost.algorithms.protocol import Algorithm, SampledGroup
 from rlpost.config.derive import Derived
@@ -11,8 +12,10 @@ from rlpost.config.schema import RunConfig
 from rlpost.driver.batch import Minibatch, bare_terms, high_entropy, make_minibatch, split, trained, with_forward
 from rlpost.driver.updates import Packing, forward, merge, update
 from rlpost.observe import PhaseClock
-from rlpost.training.group import TrainerGroup
 from rlpost.types import Group
+
+if TYPE_CHECKING:
+    from rlpost.training.group import TrainerGroup
 
 
 @dataclass(kw_only=True)

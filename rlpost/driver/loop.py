@@ -8,14 +8,16 @@ import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.checkpoint import directory as checkpoints
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
 from rlpost.observe import Console, PhaseClock, Trackers, read_metrics
-from rlpost.training.group import TrainerGroup
 from rlpost.types import ConfigError
+
+if TYPE_CHECKING:
+    from rlpost.training.group import TrainerGroup
 
 CRITIC = "critic"
 """The critic's part of a checkpoint."""

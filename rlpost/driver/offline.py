@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from rlpost.driver.inputs import OfflineInputs
 from rlpost.driver.loop import Loop
 from rlpost.driver.reference_cache import ReferenceCache
 from rlpost.driver.updates import Packing, forward, update
-from rlpost.training.group import TrainerGroup
 from rlpost.types import LossTerms
+
+if TYPE_CHECKING:
+    from rlpost.training.group import TrainerGroup
 
 CACHED_AT_ONCE = 64
 """Rows whose reference logprobs are computed in one call, before the first step."""

@@ -15,10 +15,11 @@ from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
 from rlpost.data.offline import load_rows, tokenize_rows
 from rlpost.data.prepare import tokenize_prompts
-from rlpost.data.tokenizer import PromptTokenizer, check_chat_template
+from rlpost.data.tokenizer import PromptTokenizer, check_chat_template, tokenizer_directory
 from rlpost.environments.catalogue import environment_factory
 from rlpost.models.embedded import EMBEDDED_PREFIX, model_path
 from rlpost.rewards import load_rewards
+from rlpost.rewards.model_reward import check_same_tokenizer
 from rlpost.rewards.resolve import reward_name
 from rlpost.types import ConfigError, Prompt
 
@@ -52,6 +53,16 @@ def read_prompts(config: RunConfig, *, hub: bool) -> dict[str, list[Prompt]]:
     }
 
 
+def check_reward_tokenizers(config: RunConfig, *, hub: bool) -> None:
+    """Reward models have the policy's tokenizer; ``hub`` false leaves out what is not on this machine. Raises ConfigError."""
+    for number, reward in enumerate(config.rewards):
+        if reward.model is None:
+            continue
+        policy = _local_path(config)
+        if hub or (Path(policy).is_dir() and Path(reward.model).is_dir()):
+            check_same_tokenizer(tokenizer_directory(policy), tokenizer_directory(reward.model), f"rewards[{number}].model")
+
+
 def check_rewards(config: RunConfig, prompts: Mapping[str, list[Prompt]]) -> None:
     """Every reward function fits the rows of every data set that it will score. Raises ConfigError."""
     if not config.rewards:
@@ -73,6 +84,7 @@ def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     environment_factory(config.environment)
     loaded = read_prompts(config, hub=False)
     check_rewards(config, loaded)
+    check_reward_tokenizers(config, hub=False)
     warnings = [] if "data.train" in loaded else [f"data.train={config.data.train} is on a hub and not read in a dry run"]
     path = _local_path(config)
     has_template = check_chat_template(path, config.model.chat_template)

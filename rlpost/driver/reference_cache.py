@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,10 @@ FILE = "reference_logprobs.npz"
 
 
 class ReferenceCache:
-    """Logprobs of the trained tokens of each sequence, by its id, in memory and in the run's directory."""
+    """Logprobs of the trained tokens of each sequence, in memory and in the run's directory.
+
+    By content: ids repeat between training and held-out rows, and a data set may change under a run.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / FILE
@@ -23,16 +28,21 @@ class ReferenceCache:
     def load(self, *, required: bool) -> bool:
         """Read what an earlier part of the run computed; False when there is nothing.
 
-        Raises ConfigError when it is ``required``: the model is trained already, so it cannot be computed again.
+        Raises ConfigError when it is ``required`` (the model is trained already, so it cannot be computed again), or damaged.
         """
         if not self.path.is_file():
             if required:
                 raise ConfigError(f"{self.path} is missing: a run with algorithm.reference=precomputed cannot be resumed without it")
             return False
-        with np.load(self.path) as stored:
-            ends = stored["ends"]
-            values = np.split(stored["values"], ends[:-1])
-            self._known = dict(zip(stored["names"].tolist(), values, strict=True))
+        try:
+            with np.load(self.path) as stored:
+                values = np.split(stored["values"], stored["ends"][:-1])
+                self._known = dict(zip(stored["names"].tolist(), values, strict=True))
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ConfigError(
+                f"{self.path} is damaged ({type(error).__name__}: {error}); put a copy back, or start a new run (before the first step it "
+                "is enough to remove it)"
+            ) from error
         return True
 
     def save(self) -> None:
@@ -50,14 +60,14 @@ class ReferenceCache:
     def add(self, terms: Sequence[LossTerms], logprobs: Sequence[np.ndarray]) -> None:
         """Remember ``logprobs`` ``[tokens]`` of these sequences; only trained tokens are kept."""
         for term, values in zip(terms, logprobs, strict=True):
-            self._known[term.trajectory_id] = values[term.trainable].astype(np.float32)
+            self._known[_key(term)] = values[term.trainable].astype(np.float32)
 
     def read(self, terms: Sequence[LossTerms]) -> list[np.ndarray]:
         """``[tokens]`` each, NaN where nothing is trained."""
         result = []
         for term in terms:
-            known = self._known.get(term.trajectory_id)
-            if known is None or len(known) != int(term.trainable.sum()):
+            known = self._known.get(_key(term))
+            if known is None:
                 raise ConfigError(
                     f"{self.path} does not fit the data: no reference logprobs of {term.trajectory_id}; the data set changed since the run "
                     "began, start a new one"
@@ -66,3 +76,7 @@ class ReferenceCache:
             values[term.trainable] = known
             result.append(values)
         return result
+
+
+def _key(term: LossTerms) -> str:
+    return hashlib.sha256(term.tokens.tobytes() + term.trainable.tobytes()).hexdigest()

@@ -115,8 +115,7 @@ async def start_parts(
     if any(reward.function is not None for reward in config.rewards):
         runner = config.reward_runner
         scorer = RewardRunner(
-            [reward for reward in config.rewards if reward.function is not None],
-            workers=runner.workers, timeout_s=runner.timeout_s, field_names=field_names(inputs.prompts),
+            config.rewards, workers=runner.workers, timeout_s=runner.timeout_s, field_names=field_names(inputs.prompts),
             output=run_dir / "logs" / "rewards.log",
         )  # fmt: skip
         stack.push_async_callback(scorer.close)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlpost.training.group import TrainerGroup
 from rlpost.training.packing import MicroBatch, occupancy, pack, unpack
 from rlpost.training.protocol import UpdateRequest
 from rlpost.types import LossComponent, LossTerms
+
+if TYPE_CHECKING:
+    from rlpost.training.group import TrainerGroup
 
 
 @dataclass(frozen=True, kw_only=True)

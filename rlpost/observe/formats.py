@@ -90,23 +90,27 @@ def shorten(text: str, limit: int) -> str:
 def step_line(record: Mapping[str, Any], *, steps: int, reward_before: float | None, seconds_left: float | None) -> str:
     """The line of one step. ``reward_before`` is what the change of the reward in parentheses is measured against."""
     reward = record.get("reward/mean")
-    parts = [f"step {record.get('step', MISSING)}/{steps}", f"reward {number(reward, 2)}"]
+    parts = [f"step {record.get('step', MISSING)}/{steps}"]
+    if "reward/mean" in record or not {"train/loss", "evaluate/loss"} & set(record):
+        parts.append(f"reward {number(reward, 2)}")
     if is_number(reward) and reward_before is not None:
         parts.append(f"({reward - reward_before:+.2f})")
-    for label, name in (("loss", "train/loss"), ("kl", "train/kl")):
+    for label, name in (("loss", "train/loss"), ("accuracy", "train/accuracy"), ("margin", "train/margin"), ("kl", "train/kl")):
         if name in record:
             parts.append(f"{label} {number(record[name])}")
     if "rollout/tokens_per_s" in record:
         parts.append(f"{count(record['rollout/tokens_per_s'])} tok/s")
     for phase, label in _LINE_PHASES:
         value = record.get(f"time/{phase}_s")
-        if value is not None and (phase not in _OPTIONAL_PHASES or value >= SHORTEST_SHOWN_S):
+        if value and (phase not in _OPTIONAL_PHASES or value >= SHORTEST_SHOWN_S):
             parts.append(f"{label} {seconds(value)}")
     for label, name in (("stale", "rollout/staleness_max"), ("failed", "reward/failed"), ("dropped", "rollout/groups_dropped")):
         if record.get(name):
             parts.append(f"{label} {count(record[name])}")
-    if "evaluate/reward" in record:
-        parts.append(f"eval {number(record['evaluate/reward'])}")
+    for name in ("reward", "accuracy", "loss"):  # of an offline run the loss, or better, the share that is ranked rightly
+        if f"evaluate/{name}" in record:
+            parts.append(f"eval {number(record[f'evaluate/{name}'])}")
+            break
     if seconds_left is not None:
         parts.append(f"eta {duration(seconds_left)}")
     return " ".join(parts)

@@ -49,7 +49,7 @@ class TargetLogprob(torch.autograd.Function):
                 if hidden.dtype == torch.float32:
                     grad_weight.addmm_(grad.t(), hidden[part])
                 else:
-                    grad_weight.add_((grad.t() @ hidden[part]).float())
+                    grad_weight.add_(grad.t() @ hidden[part])
             del grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 

@@ -225,6 +225,9 @@ class TrainerRank:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[key] = value.to(device)
+        averages = self._reference_state()
+        for name, tensor in averages.items():
+            averages[name] = tensor.to(device)
         torch.cuda.empty_cache()
 
     def peak_memory_gib(self) -> float:
@@ -275,7 +278,8 @@ class _Tally:
     def add_targets(self, output: models.TargetOutput, loss: torch.Tensor, engine: torch.Tensor | None) -> None:
         """The loss, the mean entropy of the targets, and how far trainer and engine are apart."""
         self._sum("mean/loss", loss.detach())
-        self._sum("entropy", output.entropy.detach().sum())
+        if output.values is None:
+            self._sum("entropy", output.entropy.detach().sum())
         self._sum("tokens", float(output.entropy.numel()))
         if engine is not None:
             known = torch.isfinite(engine)
@@ -298,7 +302,7 @@ class _Tally:
                 maxima[name] = max(maxima.get(name, float("-inf")), value)
         metrics = {f"train/{name.removeprefix('mean/')}": value for name, value in sums.items() if name.startswith("mean/")}
         metrics["train/tokens"] = tokens = sums.get("tokens", 0.0)
-        if tokens:
+        if tokens and "entropy" in sums:
             metrics["train/entropy"] = sums["entropy"] / tokens
         metrics["memory/trainer_peak_gib"] = maxima.pop("memory")
         if sums.get("parity_tokens"):

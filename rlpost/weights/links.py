@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-
 from rlpost.plugins import resolve
 from rlpost.types import SyncPlan, WeightsManifest
 from rlpost.weights.buckets import Bucket

@@ -141,8 +141,10 @@ def test_reward_functions_see_the_text_and_the_rows_fields() -> None:
         seen.extend(items)
         return await score(items)
 
-    one_group(score=look)
+    group = one_group(score=look)
     assert [(i.prompt, i.completion, i.fields, i.tokens, i.truncated) for i in seen] == [("text 3", "7 8", {"answer": 3}, 2, False)] * 2
+    for one, trajectory in zip(seen, group.trajectories, strict=True):
+        assert one.trajectory_tokens is trajectory.tokens, "a reward model scores exactly what was sampled"
 
 
 class Rewarding:

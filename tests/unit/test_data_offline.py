@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rlpost.algorithms.protocol import OfflineRow, TokenSequence
 from rlpost.config.schema import DataConfig
-from rlpost.data.offline import DataKind, load_rows, tokenize_rows
+from rlpost.data.offline import load_rows, tokenize_rows
 from rlpost.data.tokenizer import PromptTokenizer
 from rlpost.models.embedded import embedded_rows
-from rlpost.types import ConfigError, Prompt
+from rlpost.types import ConfigError, DataKind, Prompt
 
 make_model = test_data_tokenizer.make_model
 
@@ -150,7 +150,7 @@ def test_ids_are_unique_and_there(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{**PAIR, "id": 1}, {**PAIR, "id": 1}])
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: id '1' was already used at .*a\.jsonl:1"):
         load_rows(source, "pair", data(id_field="id"))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: no id in column 'key' \(data\.id_field\)"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: column 'key' \(data\.id_field\) is not among"):
         load_rows(source, "pair", data(id_field="key"))
 
 

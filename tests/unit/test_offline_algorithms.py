@@ -288,7 +288,7 @@ def test_ktos_estimate_needs_no_more_memory_than_the_longest_row() -> None:
 
 
 def test_kto_with_a_single_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.prompts_per_step must be 2 or more"):
+    with pytest.raises(ConfigError, match=r"schedule\.prompts_per_step .* must be 2 or more"):
         make("kto").terms(rows_of("labelled")[:1])
 
 
