@@ -45,7 +45,10 @@ def _offline(config: RunConfig) -> Iterator[str]:
             )
     smoothing = algorithm.preference.label_smoothing
     if algorithm.name == "dpo" and algorithm.preference.loss == "robust" and not 0 < smoothing < 0.5:
-        yield f"algorithm.preference.loss=robust needs the share of wrong labels: label_smoothing is {smoothing:g}, expected 0 to 0.5"
+        yield (
+            f"algorithm.preference.loss=robust needs the share of wrong labels: algorithm.preference.label_smoothing is {smoothing:g}, "
+            "expected above 0 and below 0.5"
+        )
     if algorithm.name == "dpo" and smoothing and algorithm.preference.loss in ("ipo", "hinge"):
         yield f"algorithm.preference.label_smoothing={smoothing:g} is not used by loss={algorithm.preference.loss}; set it to 0"
     rows = {"schedule.prompts_per_step": config.schedule.prompts_per_step}

@@ -178,19 +178,24 @@ def needed_model_len(config: RunConfig) -> tuple[int, str]:
     return prompt + turns * turn + between, f"prompt {prompt} + {turns} turns of {turn} + {between} for observations"
 
 
+def longest_sequence(config: RunConfig) -> tuple[int, str]:
+    """The longest sequence in tokens that a run can have, and why: ``engine.max_model_len`` of runs with engines, else what is needed."""
+    if config.engine.max_model_len and not is_offline(config.algorithm):
+        return config.engine.max_model_len, "engine.max_model_len"
+    return needed_model_len(config)
+
+
 def micro_batch_problem(config: RunConfig) -> str | None:
     """Why the longest sequence does not fit in one forward; None when it does."""
-    needed, reason = needed_model_len(config)
-    length = needed if is_offline(config.algorithm) else config.engine.max_model_len or needed
+    length, reason = longest_sequence(config)
     what = "one sequence"
     if config.algorithm.name in PAIRED:
-        length, what, reason = 2 * length, "the two answers of a pair", f"twice {reason}"
+        length, reason, what = 2 * length, f"twice {reason}", "the two answers of a pair"
     if config.training.micro_batch_tokens >= length:
         return None
     return (
-        f"training.micro_batch_tokens is {config.training.micro_batch_tokens}, but {what} may have {length} tokens "
-        f"({'engine.max_model_len' if length == config.engine.max_model_len else reason}) and are never split over forwards; "
-        f"set training.micro_batch_tokens={length} or more, or shorten the sequences"
+        f"training.micro_batch_tokens is {config.training.micro_batch_tokens}, but {what} may have {length} tokens ({reason}), which are "
+        f"never split over forwards; set training.micro_batch_tokens={length} or more, or shorten the sequences"
     )
 
 
@@ -226,8 +231,7 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
     ``config`` should have passed :func:`rlpost.config.checks.check`. Raises :class:`ConfigError` when the longest sequence does not fit
     in one micro-batch.
     """
-    needed, reason = needed_model_len(config)
-    max_model_len = needed if is_offline(config.algorithm) else config.engine.max_model_len or needed
+    max_model_len, reason = longest_sequence(config)
     problem = micro_batch_problem(config)
     if problem:
         raise ConfigError(problem)
@@ -251,7 +255,7 @@ def derive(config: RunConfig, *, device: Device, row_count: int | None = None) -
         reference=resolve_reference(config),
         max_new_tokens=longest_continuation(config),
         max_model_len=max_model_len,
-        max_model_len_reason=reason if offline or not config.engine.max_model_len else "engine.max_model_len",
+        max_model_len_reason=reason,
         micro_batch_tokens=config.training.micro_batch_tokens,
         attention=resolve_attention(config, device),
         engine_process=resolve_engine_process(config, device),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_time import play
 
 from rlpost.environments.protocol import Step
 from rlpost.environments.single_turn import SingleTurn
@@ -16,6 +20,7 @@ from rlpost.rollout.buffer import StalenessBuffer
 from rlpost.rollout.collector import Collector, RolloutPlan, Score, run_group, sample_seed
 from rlpost.rollout.episode import EpisodeLimits, Generate
 from rlpost.types import (
+    DataFailureError,
     Failure,
     GenerateRequest,
     GenerateResult,
@@ -68,7 +73,12 @@ async def score(items: Sequence[RewardItem]) -> Sequence[RewardOutcome]:
 
 
 def plan(
-    *, generate: Generate = generate, score: Score | None = score, group_size: int = 2, make_environment: Callable[[], Any] = SingleTurn
+    *,
+    generate: Generate = generate,
+    score: Score | None = score,
+    group_size: int = 2,
+    make_environment: Callable[[], Any] = SingleTurn,
+    greedy_baseline: bool = False,
 ) -> RolloutPlan:
     return RolloutPlan(
         group_size=group_size,
@@ -79,14 +89,22 @@ def plan(
         generate=generate,
         codec=Codec(),
         score=score,
+        greedy_baseline=greedy_baseline,
     )
 
 
 def collect(
-    scenario: Callable[[Collector], Coroutine[Any, Any, None]], *, prompts_per_step: int = 2, staleness: int = 0, **of_plan: Any
+    scenario: Callable[[Collector], Coroutine[Any, Any, None]],
+    *,
+    prompts_per_step: int = 2,
+    staleness: int = 0,
+    refuses: Callable[[Group], bool] | None = None,
+    most_refused: int = 0,
+    **of_plan: Any,
 ) -> None:
     async def everything() -> None:
-        collector = Collector(plan(**of_plan), PROMPTS, Cursor(), StalenessBuffer(prompts_per_step, staleness))
+        buffer = StalenessBuffer(prompts_per_step, staleness)
+        collector = Collector(plan(**of_plan), PROMPTS, Cursor(), buffer, refuses=refuses, most_refused=most_refused)
         try:
             await asyncio.wait_for(scenario(collector), 20)
         finally:
@@ -376,3 +394,181 @@ def test_busy_time_is_counted_once_for_overlapping_groups_and_stops_with_the_las
         assert collector._generating == 0
 
     collect(scenario)
+
+
+# ---- groups that teach nothing -------------------------------------------------------------------------------------
+
+
+def of_prompts(*names: str) -> Callable[[Group], bool]:
+    return lambda group: group.prompt.prompt_id in names
+
+
+def test_a_refused_group_is_replaced_under_its_index_by_the_next_prompt_and_counted() -> None:
+    """p0 and its replacement p2 are refused: index 0 gets p3. The batch is full, and no prompt is lost or used twice."""
+
+    async def scenario(collector: Collector) -> None:
+        collector.fill()
+        batch = await collector.take(10)
+        assert batch is not None
+        assert [(group.index, group.prompt.prompt_id) for group in batch] == [(0, "p3"), (1, "p1")]
+        assert [group.group_id for group in batch] == ["00000000-0-3", "00000001-0-1"]
+        assert (collector.take_refused(), collector.take_refused()) == (2, 0)
+        assert collector.rows == {}
+        assert collector.buffer.dispatched == 2, "a replacement is no further group of the staleness bound"
+        collector.buffer.version = 1
+        collector.fill()
+        assert collector.rows == {2: (0, 4), 3: (1, 0)}
+
+    collect(scenario, refuses=of_prompts("p0", "p2"), most_refused=2)
+
+
+def test_without_a_filter_nothing_is_refused() -> None:
+    async def scenario(collector: Collector) -> None:
+        collector.fill()
+        batch = await collector.take(10)
+        assert batch is not None
+        assert [group.prompt.prompt_id for group in batch] == ["p0", "p1"]
+        assert collector.take_refused() == 0
+
+    collect(scenario)
+
+
+def test_a_resume_plays_the_replacement_and_not_the_group_that_was_refused() -> None:
+    """The cursor is past both, so the refused prompt would push the replacement's out of the epoch."""
+
+    async def stuck_at_replacement(request: GenerateRequest) -> GenerateResult:
+        if request.session == "00000000-0-2":
+            await asyncio.Event().wait()
+        return await generate(request)
+
+    async def first(collector: Collector) -> None:
+        collector.fill()
+        await until(lambda: collector.rows.get(0) == (0, 2))
+        rows.update(collector.rows)
+
+    async def second(collector: Collector) -> None:
+        collector.buffer.dispatched = 2
+        collector.resume(rows)
+        batch = await collector.take(10)
+        assert batch is not None
+        assert [group.prompt.prompt_id for group in batch] == ["p2", "p1"]
+
+    rows: dict[int, tuple[int, int]] = {}
+    collect(first, refuses=of_prompts("p0"), most_refused=5, generate=stuck_at_replacement)
+    assert rows == {0: (0, 2), 1: (0, 1)}
+    collect(second, refuses=of_prompts("p0"), most_refused=5)
+
+
+def test_too_many_refused_groups_end_the_run_at_once_although_another_group_never_ends() -> None:
+    async def one_stuck(request: GenerateRequest) -> GenerateResult:
+        if request.session.startswith("00000001"):
+            await asyncio.Event().wait()
+        return await generate(request)
+
+    async def scenario(collector: Collector) -> None:
+        collector.fill()
+        with pytest.raises(DataFailureError, match=r"4 groups.*max_resampled allows 3.*\[1\.0, 1\.0\]"):
+            await collector.take(1000)
+        assert collector.refused == 4
+
+    collect(scenario, refuses=lambda group: True, most_refused=3, generate=one_stuck)
+
+
+def test_the_cap_is_of_one_batch_and_not_of_the_run() -> None:
+    """Three refused for each of four batches, with a cap of three."""
+    seen: list[str] = []
+
+    def three_of_four(group: Group) -> bool:
+        seen.append(group.group_id)
+        return len(seen) % 4 != 0
+
+    async def scenario(collector: Collector) -> None:
+        for step in range(4):
+            collector.buffer.version = step
+            collector.fill()
+            assert await collector.take(10) is not None
+            assert collector.take_refused() == 3
+
+    async def of_every_version(request: GenerateRequest) -> GenerateResult:
+        return replace(await generate(request), versions=np.full(2, len(seen) // 4))
+
+    collect(scenario, prompts_per_step=1, refuses=three_of_four, most_refused=3, generate=of_every_version)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts=st.integers(1, 4), staleness=st.integers(0, 3), refused=st.floats(0, 0.7), seed=st.integers(0, 2**16))
+def test_no_token_is_too_old_however_long_groups_take_and_whichever_are_refused(
+    prompts: int, staleness: int, refused: float, seed: int
+) -> None:
+    """In virtual time: tokens are sampled before and after weight syncs, and a replaced group starts late under an old index."""
+    luck, version, decided = random.Random(seed), 0, {}
+
+    async def slow(request: GenerateRequest) -> GenerateResult:
+        before = version
+        await asyncio.sleep(luck.choice([0.0, 0.1, 1.0, 20.0]))
+        return replace(await generate(request), versions=np.array([before, version]))
+
+    def refuses(group: Group) -> bool:
+        decided[group.group_id] = luck.random() < refused
+        return decided[group.group_id]
+
+    async def train() -> None:
+        nonlocal version
+        buffer = StalenessBuffer(prompts, staleness)
+        collector = Collector(plan(generate=slow), PROMPTS, Cursor(), buffer, refuses=refuses, most_refused=10**6)
+        taken: list[int] = []
+        for step in range(8):
+            collector.fill()
+            batch = await collector.take(1e9)
+            assert batch is not None
+            assert len(batch) == prompts
+            assert not any(decided[group.group_id] for group in batch)
+            oldest = min(trajectory.oldest_version for group in batch for trajectory in group.trajectories)
+            assert step - staleness <= oldest <= step
+            taken += [group.index for group in batch]
+            await asyncio.sleep(luck.choice([0.0, 5.0]))
+            version = step + 1  # the engines first, then the driver's count
+            await asyncio.sleep(luck.choice([0.0, 0.5]))
+            buffer.version = step + 1
+        assert sorted([*taken, *collector.rows]) == list(range(buffer.dispatched)), "every dispatched group is taken once or under way"
+        await collector.close()
+
+    play(train())
+
+
+# ---- the greedy sample ---------------------------------------------------------------------------------------------
+
+
+def test_a_greedy_sample_is_played_besides_scored_and_kept_apart() -> None:
+    temperatures: list[float] = []
+
+    async def look(request: GenerateRequest) -> GenerateResult:
+        temperatures.append(request.sampling.temperature)
+        tokens = np.array([9, 9]) if request.sampling.temperature == 0 else np.array([7, 8])
+        return replace(await generate(request), tokens=tokens)
+
+    async def by_text(items: Sequence[RewardItem]) -> Sequence[RewardOutcome]:
+        return [RewardOutcome(trajectory_id=item.trajectory_id, value=float(item.completion[0])) for item in items]
+
+    found = one_group(generate=look, score=by_text, group_size=3, greedy_baseline=True)
+    assert sorted(temperatures) == [0.0, 1.0, 1.0, 1.0]
+    assert [trajectory.reward for trajectory in found.trajectories] == [7.0, 7.0, 7.0]
+    assert found.baseline is not None
+    assert found.baseline.reward == 9.0
+    assert found.baseline.trajectory_id not in {trajectory.trajectory_id for trajectory in found.trajectories}
+
+
+def test_the_samples_beside_a_greedy_one_have_the_seeds_that_they_have_without() -> None:
+    def seeds(greedy: bool) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+
+        async def look(request: GenerateRequest) -> GenerateResult:
+            found[request.request_id] = request.seed
+            return await generate(request)
+
+        assert (one_group(generate=look, greedy_baseline=greedy).baseline is not None) == greedy
+        return found
+
+    without, besides = seeds(False), seeds(True)
+    assert len(without) == 2
+    assert {name: besides[name] for name in without} == without

@@ -10,7 +10,7 @@ import pytest
 from rlpost.config import derive as module
 from rlpost.config.derive import Bundle, Derived, Device, derive, format_derived, resolve_device, weight_sync_line
 from rlpost.config.load import load_config
-from rlpost.config.schema import RunConfig
+from rlpost.config.schema import RewardConfig, RunConfig
 from rlpost.types import ConfigError
 
 
@@ -18,8 +18,11 @@ def derived(device: Device = "cpu", row_count: int | None = None, **values: Any)
     config = RunConfig()
     config.schedule.steps = 10
     for key, value in values.items():
-        section, name = key.split("__")
-        setattr(getattr(config, section), name, value)
+        *sections, name = key.split("__")
+        target: Any = config
+        for section in sections:
+            target = getattr(target, section)
+        setattr(target, name, value)
     return derive(config, device=device, row_count=row_count)
 
 
@@ -78,10 +81,31 @@ def test_auto_attention_is_flash_only_where_it_can_run(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("minibatches", "staleness", "expected"), [(1, 0, "current"), (2, 0, "recompute"), (1, 1, "engine"), (2, 3, "engine")]
+    ("minibatches", "epochs", "staleness", "level", "expected"),
+    [
+        (1, 1, 0, "none", "current"),
+        (2, 1, 0, "none", "recompute"),
+        (1, 2, 0, "none", "recompute"),
+        (1, 1, 1, "none", "engine"),
+        (2, 2, 3, "none", "engine"),
+        (1, 1, 0, "token", "current"),
+        (1, 2, 0, "token", "recompute"),
+        (1, 1, 1, "token", "recompute"),
+        (1, 1, 2, "geometric", "recompute"),
+    ],
 )
-def test_auto_old_logprobs(minibatches: int, staleness: int, expected: str) -> None:
-    assert derived(algorithm__minibatches=minibatches, schedule__max_staleness=staleness).old_logprobs == expected
+def test_auto_old_logprobs(minibatches: int, epochs: int, staleness: int, level: str, expected: str) -> None:
+    """With a correction never the engine's: ratio and correction are kept apart (decoupled PPO)."""
+    values: dict[str, Any] = {"algorithm__minibatches": minibatches, "algorithm__epochs": epochs, "algorithm__correction__level": level}
+    assert derived(schedule__max_staleness=staleness, **values).old_logprobs == expected
+    for explicit in ("engine", "recompute"):
+        assert derived(schedule__max_staleness=staleness, algorithm__old_logprobs=explicit, **values).old_logprobs == explicit
+
+
+def test_epochs_multiply_the_optimizer_steps_and_not_the_samples() -> None:
+    d = derived(algorithm__epochs=3, algorithm__minibatches=2)
+    assert (d.optimizer_steps, d.samples_per_step) == (10 * 3 * 2, 256)
+    assert "256 samples, in 2 optimizer step(s) of 128, 3 times" in format_derived(d)
 
 
 def test_batch_sizes_add_up() -> None:
@@ -158,6 +182,99 @@ def test_only_a_reference_actor_needs_a_place(kl: float, reference: str, actors:
     assert sum(bundle.role == "reference" for bundle in d.bundles) == actors
     assert d.totals["GPU"] == 2 + actors
     assert d.reference == shown
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"algorithm__name": "sft", "algorithm__kl_coefficient": 0.1}, "none"),
+        ({"algorithm__name": "dpo"}, "initial"),
+        ({"algorithm__name": "dpo", "algorithm__reference": "precomputed"}, "precomputed"),
+        ({"algorithm__name": "kto", "algorithm__reference": "actor"}, "actor"),
+        ({"algorithm__name": "orpo"}, "none"),
+        ({"algorithm__name": "distillation"}, "initial"),
+        ({"algorithm__advantage": "teacher", "algorithm__reference": "actor"}, "actor"),
+    ],
+)
+def test_a_reference_is_kept_where_something_reads_it(values: dict[str, Any], expected: str) -> None:
+    assert derived(**values).reference == expected
+
+
+def roles(d: Derived) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for bundle in d.bundles:
+        found[bundle.role] = found.get(bundle.role, 0) + 1
+    return found
+
+
+def test_a_critic_and_reward_models_have_places_of_their_own_and_functions_have_none() -> None:
+    rewards = [RewardConfig(model="a"), RewardConfig(function="exact_match"), RewardConfig(model="b")]
+    config = RunConfig()
+    config.schedule.steps, config.rewards = 10, rewards
+    config.algorithm.name, config.algorithm.critic.ranks = "ppo", 2
+    d = derive(config, device="gpu")
+    assert roles(d) == {"trainer": 1, "engine": 1, "critic": 2, "reward": 2}
+    assert [bundle.index for bundle in d.bundles if bundle.role in ("critic", "reward")] == [0, 1, 0, 1]
+    assert (d.totals["GPU"], d.critic_ranks) == (6, 2)
+    config.algorithm.name = "grpo"
+    d = derive(config, device="gpu")
+    assert (roles(d), d.critic_ranks) == ({"trainer": 1, "engine": 1, "reward": 2}, 0)
+
+
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_an_offline_run_asks_for_its_trainers_alone(device: Device, mode: str) -> None:
+    """Whatever stands under engine, rewards and placement."""
+    config = RunConfig()
+    config.schedule.steps, config.algorithm.name, config.placement.mode = 10, "dpo", mode
+    config.training.ranks, config.engine.count, config.rewards = 3, 4, [RewardConfig(model="a")]
+    d = derive(config, device=device)
+    assert (roles(d), d.engines, d.offline) == ({"trainer": 3}, 0, True)
+    config.algorithm.reference = "actor"
+    assert roles(derive(config, device=device)) == {"trainer": 3, "reference": 1}
+
+
+def test_offline_a_sample_is_a_row_whatever_the_group_size() -> None:
+    d = derived(algorithm__name="sft", algorithm__group_size=8, schedule__prompts_per_step=12, row_count=60)
+    assert (d.samples_per_step, d.minibatch_samples, d.optimizer_steps, d.epochs) == (12, (12,), 10, 2.0)
+
+
+def test_offline_the_longest_sequence_is_data_max_tokens_whatever_the_engine_has() -> None:
+    d = derived(algorithm__name="sft", data__max_tokens=300, engine__max_model_len=9999)
+    assert (d.max_model_len, d.max_model_len_reason) == (300, "data.max_tokens")
+
+
+@pytest.mark.parametrize(("name", "needed"), [("sft", 300), ("kto", 300), ("dpo", 600), ("reward_model", 600)])
+@pytest.mark.parametrize("engine", [None, 300, 600])
+def test_offline_both_answers_of_a_pair_must_fit_in_one_forward(name: str, needed: int, engine: int | None) -> None:
+    values: dict[str, Any] = {"algorithm__name": name, "data__max_tokens": 300, "engine__max_model_len": engine}
+    assert derived(training__micro_batch_tokens=needed, **values).micro_batch_tokens == needed
+    with pytest.raises(ConfigError, match=rf"data\.max_tokens.*set training\.micro_batch_tokens={needed} or more"):
+        derived(training__micro_batch_tokens=needed - 1, **values)
+
+
+def test_the_table_of_an_offline_run_says_nothing_of_engines() -> None:
+    text = format_derived(derived(algorithm__name="dpo", schedule__prompts_per_step=16, row_count=80))
+    lines = {line[:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
+    assert lines["algorithm"] == "dpo, offline"
+    assert lines["batch of a step"] == "16 rows, in 1 optimizer step(s) of 16"
+    assert lines["training data"] == "80 rows, 2.00 epochs"
+    assert lines["longest sequence"] == "1024 tokens (data.max_tokens)"
+    assert lines["reference"] == "initial"
+    for word in ("engine", "old logprobs", "rollout buffer", "weight sync", "samples", "advantage"):
+        assert word not in text.replace("if every sample", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("dapo", "dapo: advantage group_std, loss policy_clip clipped at -0.2 and +0.28, token_mean"),
+        ("gspo", "gspo: advantage group_std, loss gspo clipped at -0.0003 and +0.0004, sequence_mean"),
+        ("my.own:Class", "my.own:Class: advantage group_std, loss policy_clip clipped at -0.2 and +0.2, token_mean"),
+    ],
+)
+def test_the_table_says_what_a_name_stands_for(name: str, line: str) -> None:
+    assert line in format_derived(derived(algorithm__name=name))
 
 
 @pytest.mark.parametrize(

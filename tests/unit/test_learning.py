@@ -50,9 +50,9 @@ class Stage:
             config=config,
             derived=derived,
             algorithm=algorithm,
-            trainers=FakeTrainers("trainer", self.log, clock, world, **metrics),  # type: ignore[arg-type]
-            reference=FakeTrainers("reference", self.log, clock) if with_reference else None,  # type: ignore[arg-type]
-            critic=critic,  # type: ignore[arg-type]
+            trainers=FakeTrainers("trainer", self.log, clock, world, **metrics),
+            reference=FakeTrainers("reference", self.log, clock) if with_reference else None,
+            critic=critic,
             clock=clock,
         )
 
