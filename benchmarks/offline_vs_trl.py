@@ -1,6 +1,6 @@
 """Offline training against TRL: SFT and DPO on the same model, rows, optimizer and threads, in turns.
 
-    python -m benchmarks.offline_vs_trl [--tasks sft,dpo] [--steps 4] [--turns 3]
+    python -m benchmarks.offline_vs_trl [--tasks sft,dpo] [--steps 2] [--turns 3]
 
 Each side is one process that holds a trainer and nothing else, float32, without padding where it can. Both train on the same rows in the
 same order, as many in an optimizer step; while one has its turn the other waits. A turn counts everything from the tokenised rows to the
@@ -35,7 +35,7 @@ MODEL = "random-25m"
 ROWS_A_STEP = {"sft": 16, "dpo": 8}
 """16 sequences a step of both."""
 LEARNING_RATE = 1e-4
-WARM_UP = 2
+WARM_UP = 1
 """Steps before the first turn."""
 MICRO_BATCH_TOKENS = 4096
 """Of ours."""
@@ -136,10 +136,10 @@ def ours(work: Work, pipe: Connection) -> None:
         return pack(terms, ranks=1, micro_batch_tokens=MICRO_BATCH_TOKENS, together=algorithm.together)
 
     cache = ReferenceCache(Path(work.rows).parent)
-    for row in rows if algorithm.needs_reference else []:
-        terms = algorithm.terms([row]).terms
-        micros = packed(terms)
-        cache.add(terms, unpack(micros, [rank.logprobs(micros[0], 1.0)], terms))
+    if algorithm.needs_reference:
+        everything = algorithm.terms(rows).terms
+        micros = packed(everything)
+        cache.add(everything, unpack(micros, [rank.logprobs(micros[0], 1.0)], everything))
     size, turns = ROWS_A_STEP[work.task], Turns(work, pipe)
     for start in range(0, len(rows), size):
         batch = algorithm.terms(rows[start : start + size])
@@ -185,14 +185,13 @@ def write_rows(path: Path, task: str, count: int) -> None:
 
 @contextmanager
 def side(target: Callable[[Work, Connection], None], work: Work) -> Iterator[Connection]:
-    """A process that runs ``target``, past its warm-up."""
+    """A process that runs ``target``; its first word comes after the warm-up."""
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe()
     process = context.Process(target=target, args=(work, other), daemon=True)
     process.start()
     other.close()
     try:
-        own.recv()
         yield own
         process.join()
     finally:
@@ -205,6 +204,7 @@ def measure(work: Work) -> dict[str, Any]:
 
     done: dict[str, list[Turn]] = {"ours": [], "trl": []}
     with side(ours, work) as our_pipe, side(trl, work) as their_pipe:
+        our_pipe.recv(), their_pipe.recv()
         for _ in range(work.turns):
             for name, pipe in (("ours", our_pipe), ("trl", their_pipe)):
                 pipe.send("yours")
@@ -243,7 +243,7 @@ def main() -> int:
         prog="python -m benchmarks.offline_vs_trl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", default="sft,dpo", help="comma-separated, of sft, dpo (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each side (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side (default: %(default)s)")
     parser.add_argument("--peer-rows", type=int, default=4, help="rows of TRL's micro-batch, a divisor of 8 (default: %(default)s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint = find_checkpoint(options.source)
         if options.to.exists():
             raise ConfigError(f"{options.to} exists already; nothing was overwritten, choose another directory")
+        # What transformers brings along warns of kernels that are not needed here.
+        for library in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(library).setLevel(logging.ERROR)
         from rlpost.checkpoint.export import export_checkpoint
 
         export_checkpoint(checkpoint, options.to, options.dtype)

@@ -74,8 +74,8 @@ def test_a_reward_model_is_trained_exported_and_judges_a_run_with_a_critic_that_
     assert checkpoint_command(["export", str(rewarding), "--to", str(model)]) == 0
     settings = (
         "config=ppo_tiny", f"rewards=[{{model: {model}, name: judge}}, {{function: exact_match, weight: 0}}]", "schedule.steps=4",
-        "schedule.prompts_per_step=4", f"algorithm.critic.path={model}", "algorithm.critic.warmup_steps=1", "algorithm.kl_coefficient=0.02", "training.ranks=1",
-        "algorithm.kl_in=reward", "algorithm.kl_estimator=k1", "checkpoint.every=2", "evaluation.every=0",
+        "schedule.prompts_per_step=4", f"algorithm.critic.path={model}", "algorithm.critic.warmup_steps=1", "algorithm.kl_coefficient=0.02",
+        "training.ranks=1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1", "checkpoint.every=2", "evaluation.every=0",
     )  # fmt: skip
     first = command.run_directory(command.run(*settings, "run_dir=ppo"))
     records = step_records(first)

@@ -474,6 +474,60 @@ def test_too_many_refused_groups_end_the_run_at_once_although_another_group_neve
     collect(scenario, refuses=lambda group: True, most_refused=3, generate=one_stuck)
 
 
+@pytest.mark.parametrize("cause", ["engine", "refused"])
+def test_a_failure_wakes_take_in_the_moment_it_happens(cause: str) -> None:
+    """Not at its next look at the clock: in virtual time a second's delay is seen."""
+
+    async def late(request: GenerateRequest) -> GenerateResult:
+        if not request.session.startswith("00000000"):
+            await asyncio.sleep(1e6)
+        await asyncio.sleep(0.25)
+        if cause == "engine":
+            raise InfrastructureError("gone")
+        return await generate(request)
+
+    async def scenario() -> None:
+        collector = Collector(plan(generate=late), PROMPTS, Cursor(), StalenessBuffer(2, 0), refuses=lambda group: True)
+        collector.fill()
+        with pytest.raises(InfrastructureError if cause == "engine" else DataFailureError):
+            await collector.take(1000)
+        assert asyncio.get_running_loop().time() == 0.25
+        await collector.close()
+
+    play(scenario())
+
+
+def test_a_replacement_is_as_young_as_its_dispatch_and_not_waited_for_like_the_group_it_replaces() -> None:
+    """Index 0 is of version 0 until it is refused at version 2: as an old group, step 2 would have to wait for it."""
+    version, let_go = 0, asyncio.Event()
+
+    async def controlled(request: GenerateRequest) -> GenerateResult:
+        if request.session == "00000000-0-0":
+            await let_go.wait()
+        elif request.session.startswith("00000000"):
+            await asyncio.Event().wait()
+        return replace(await generate(request), versions=np.full(2, version))
+
+    async def scenario(collector: Collector) -> None:
+        nonlocal version
+        taken: list[int] = []
+        for _ in range(2):
+            collector.fill()
+            batch = await collector.take(10)
+            assert batch is not None
+            taken += [group.index for group in batch]
+            version = collector.buffer.version = version + 1
+        assert taken == [1, 2]
+        let_go.set()
+        await until(lambda: collector.refused)
+        batch = await collector.take(10)
+        assert batch is not None
+        assert [group.index for group in batch] == [3]
+
+    refuses = of_prompts("p0")
+    collect(scenario, prompts_per_step=1, staleness=2, refuses=refuses, most_refused=5, generate=controlled)
+
+
 def test_the_cap_is_of_one_batch_and_not_of_the_run() -> None:
     """Three refused for each of four batches, with a cap of three."""
     seen: list[str] = []

@@ -152,6 +152,19 @@ def test_what_forwards_said_reaches_the_update_at_its_own_tokens(world: int) -> 
     assert update.targets == critic.targets == sorted(token for group in groups_of() for token in targets_of(group))
 
 
+def test_a_sample_that_is_in_the_baseline_only_takes_no_forward_of_its_neighbours() -> None:
+    """Truncated samples are not asked about: the answers are those of the others, in order."""
+    stage = Stage(**PPO, algorithm__old_logprobs="recompute", algorithm__filter__truncated="drop")
+    first, second = groups_of([[1.0, 0.0, 0.5], [0.5, 0.0]])
+    cut = replace(first, trajectories=(first.trajectories[0], replace(first.trajectories[1], truncated=True), first.trajectories[2]))
+    stage.learn([cut, second])
+    old, _, update, critic = stage.log
+    left_out = {int(token) for token in first.trajectories[1].tokens[first.trajectories[1].trainable]}
+    assert old.targets == update.targets == critic.targets == sorted({*targets_of(first), *targets_of(second)} - left_out)
+    for token, found in update.by_token(lambda micro: micro.old_logprobs).items():
+        assert found == answer("logprobs", np.array(token))
+
+
 @pytest.mark.parametrize(("old", "expected"), [("current", None), ("engine", -0.5), ("recompute", "forward")])
 def test_the_ratios_denominator_is_what_the_setting_says(old: str, expected: object) -> None:
     stage = Stage(algorithm__old_logprobs=old)
@@ -306,7 +319,7 @@ def samples_of(entropies: Sequence[Sequence[float]]) -> list[Sample]:
     found = []
     for index, row in enumerate(entropies):
         one = trajectory(f"g{index}.0", spans=[(False, 1), (True, len(row)), (False, 1)])
-        found.append(Sample(trajectory=one, reward=0.0, entropy=np.array([np.nan, *row, np.nan], np.float32)))
+        found.append(Sample(trajectory=one, reward=0.0, entropy=np.array([99.0, *row, 99.0], np.float32)))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,10 @@ from rlpost.driver import offline as module
 from rlpost.driver.inputs import OfflineInputs
 from rlpost.driver.offline import OfflineRun
 from rlpost.observe import Console, PhaseClock, make_trackers, read_metrics
+from rlpost.observe.metrics import METRICS_FILE
 from rlpost.types import ConfigError
 
-KINDS = {"dpo": "pair", "kto": "labelled"}
+KINDS = {"dpo": "pair", "simpo": "pair", "reward_model": "pair", "kto": "labelled"}
 ROWS, HELD_OUT = 7, 3
 METRICS = {"train__loss": 1.0, "train__accuracy": 0.5, "train__tokens": 8.0, "train__lr": 0.1}
 
@@ -125,7 +127,8 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_would_have(tmp_path: Pa
     assert second.calls[0] == ("trainer", "load", "wait")
     assert second.log[0].arguments == [(str(checkpoint),)]
     assert second.rows_of("update") == whole.rows_of("update")[stopped_after:]
-    assert [record["step"] for record in read_metrics(second.run_dir)] == [1, 2, 3, 4, 5, 6]
+    lines = (second.run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "each step is reported once"
 
 
 def test_a_resume_with_another_number_of_rows_or_algorithm_is_refused(tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_evaluation_reports_the_model_under_names_of_its_own_and_the_steps_stay_
 
 
 def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"evaluation__every": 5, "checkpoint__every": 1, "checkpoint__keep": 9}
+    settings: dict[str, Any] = {"evaluation__every": 3, "checkpoint__every": 1, "checkpoint__keep": 9}
     Stage(tmp_path, **settings).play()
     second = Stage(tmp_path, **settings).play(checkpoints.checkpoint_root(tmp_path) / "step_000003")
     assert [method for _, method, _ in second.calls if method != "save"] == ["load", "update", "update", "measure"]
@@ -292,13 +295,17 @@ def test_an_update_has_the_denominators_and_components_of_its_batch(tmp_path: Pa
 
 
 def test_both_answers_of_a_pair_share_a_micro_batch(tmp_path: Path) -> None:
-    """Even where each would fit alone elsewhere."""
-    stage = Stage(tmp_path, "dpo", data__max_tokens=8, schedule__prompts_per_step=4, checkpoint__at_end=False)
-    stage.run.packing = replace(stage.run.packing, micro_batch_tokens=8)
+    """Seven tokens a pair: in rows of ten an answer of another pair would fit besides."""
+    stage = Stage(tmp_path, "dpo", schedule__prompts_per_step=4, checkpoint__at_end=False)
+    stage.run.packing = replace(stage.run.packing, micro_batch_tokens=10)
     stage.play()
     for one in stage.log:
         for micro in one.micros:
-            rows = {int(token) // 100 for token in micro.target}
             answers = {(int(token) // 100, int(token) % 100 // 10) for token in micro.target}
-            assert answers == {(row, side) for row in rows for side in (1, 2)}
-            assert len(rows) == 1
+            assert answers == {(row, side) for row, _ in answers for side in (1, 2)}
+
+
+@pytest.mark.parametrize(("name", "together"), [("sft", False), ("kto", False), ("dpo", True), ("simpo", True), ("reward_model", True)])
+def test_only_rows_whose_answers_are_compared_are_kept_whole(tmp_path: Path, name: str, together: bool) -> None:
+    """Others pack better apart."""
+    assert Stage(tmp_path, name).run.packing.together == together
