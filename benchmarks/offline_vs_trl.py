@@ -32,8 +32,8 @@ from typing import Any
 from rlpost.models.embedded import build
 
 MODEL = "random-25m"
-ROWS_A_STEP = {"sft": 16, "dpo": 8}
-"""16 sequences a step of both."""
+ROWS_A_STEP = {"sft": 8, "dpo": 4}
+"""8 sequences a step of both."""
 LEARNING_RATE = 1e-4
 WARM_UP = 1
 """Steps before the first turn."""
@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each side (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side (default: %(default)s)")
-    parser.add_argument("--peer-rows", type=int, default=4, help="rows of TRL's micro-batch, a divisor of 8 (default: %(default)s)")
+    parser.add_argument("--peer-rows", type=int, default=2, help="rows of TRL's micro-batch, a divisor of 4 (default: %(default)s)")
     parser.add_argument("--peer-packing", action="store_true", help="TRL packs too, where it can (sft)")
     options = parser.parse_args()
     if importlib.util.find_spec("trl") is None:

@@ -162,12 +162,20 @@ def _swap(answer: str, place: int) -> str:
 
 
 def _unsorted(answer: str, rng: random.Random) -> str:
-    """A wrong answer of sort5: half of them with two neighbours swapped, like the sloppy teacher's, the others with a wrong digit."""
+    """A wrong answer of sort5: mostly near misses, and enough of other kinds that a reward model cannot be led astray by them.
+
+    Two neighbours swapped like the sloppy teacher's (40 %), a wrong digit (20 %), other digits in order (20 %), a digit too few or twice.
+    """
     places = [place for place in range(4) if answer[place] != answer[place + 1]]
-    if places and rng.random() < 0.5:
+    kind, place = rng.random(), rng.randrange(5)
+    if kind < 0.4 and places:
         return _swap(answer, rng.choice(places))
-    place = rng.randrange(5)
-    return answer[:place] + rng.choice([digit for digit in "0123456789" if digit != answer[place]]) + answer[place + 1 :]
+    if kind < 0.6:
+        return answer[:place] + rng.choice([digit for digit in "0123456789" if digit != answer[place]]) + answer[place + 1 :]
+    if kind < 0.8:
+        other = "".join(sorted(rng.choices("0123456789", k=5)))
+        return other if other != answer else answer[1:]
+    return answer[:place] + answer[place + 1 :] if kind < 0.9 else answer[:place] + answer[place] + answer[place:]
 
 
 def _offline_row(kind: str, row: dict[str, Any], wrong: str, label: bool) -> dict[str, Any]:
