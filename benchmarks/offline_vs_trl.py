@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import string
 import sys
@@ -68,6 +69,8 @@ class Turn:
     """What a side did in a turn."""
 
     seconds: float
+    cpu_seconds: float
+    """Of all threads; holds better than wall time when others use the machine."""
     tokens: int
     losses: list[float]
 
@@ -77,8 +80,13 @@ class Turns:
 
     def __init__(self, work: Work, pipe: Connection) -> None:
         self.work, self.pipe = work, pipe
-        self._left, self._tokens, self._losses = WARM_UP, 0, []  # type: ignore[var-annotated]
-        self._remaining, self._start = work.turns, time.perf_counter()
+        self._remaining = work.turns
+        self._begin(WARM_UP)
+
+    def _begin(self, steps: int) -> None:
+        self._left, self._tokens = steps, 0
+        self._losses: list[float] = []
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def after_step(self, tokens: int, loss: float) -> None:
         """To be called after each optimizer step, with the real tokens of its sequences."""
@@ -87,12 +95,12 @@ class Turns:
         self._left -= 1
         if self._left:
             return
-        self.pipe.send(Turn(seconds=time.perf_counter() - self._start, tokens=self._tokens, losses=self._losses))
+        seconds, cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        self.pipe.send(Turn(seconds=seconds, cpu_seconds=cpu_seconds, tokens=self._tokens, losses=self._losses))
         if self._remaining:
             self.pipe.recv()
             self._remaining -= 1
-            self._left, self._tokens, self._losses = self.work.steps, 0, []
-            self._start = time.perf_counter()
+            self._begin(self.work.steps)
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------------
@@ -210,8 +218,10 @@ def measure(work: Work) -> dict[str, Any]:
                 pipe.send("yours")
                 done[name].append(pipe.recv())
     speeds = {name: [turn.tokens / turn.seconds for turn in turns] for name, turns in done.items()}
+    cpu_speeds = {name: [turn.tokens / turn.cpu_seconds for turn in turns] for name, turns in done.items()}
     losses = {name: [loss for turn in turns for loss in turn.losses] for name, turns in done.items()}
     medians = {name: statistics.median(values) for name, values in speeds.items()}
+    cpu_medians = {name: statistics.median(values) for name, values in cpu_speeds.items()}
     return {
         "task": work.task,
         "tokens_a_step": sum(turn.tokens for turn in done["ours"]) / work.steps / work.turns,
@@ -219,6 +229,9 @@ def measure(work: Work) -> dict[str, Any]:
         "tokens_per_s": speeds,
         "median_tokens_per_s": medians,
         "ratio": medians["ours"] / medians["trl"],
+        "tokens_per_cpu_s": cpu_speeds,
+        "median_tokens_per_cpu_s": cpu_medians,
+        "cpu_ratio": cpu_medians["ours"] / cpu_medians["trl"],
         # Packing puts other rows into a step.
         "largest_loss_difference": None
         if work.peer_packing
@@ -231,10 +244,13 @@ def show(result: dict[str, Any]) -> None:
     """One task as lines."""
     print(f"\n{result['task']}: {result['tokens_a_step']:.0f} tokens a step (TRL counts {result['trl_tokens_a_step']:.0f})")
     for name, speeds in result["tokens_per_s"].items():
-        print(f"  {name:5} {result['median_tokens_per_s'][name]:6.0f} tokens/s (turns: {', '.join(f'{one:.0f}' for one in speeds)})")
+        print(
+            f"  {name:5} {result['median_tokens_per_s'][name]:6.0f} tokens/s (turns: {', '.join(f'{one:.0f}' for one in speeds)}), "
+            f"{result['median_tokens_per_cpu_s'][name]:.0f} tokens a CPU second"
+        )
     difference = result["largest_loss_difference"]
     told = "" if difference is None else f"; losses of all steps differ by {difference:.0e} of their size at most"
-    print(f"  ours / TRL {result['ratio']:.2f}{told}")
+    print(f"  ours / TRL {result['ratio']:.2f}, of tokens a CPU second {result['cpu_ratio']:.2f}{told}")
 
 
 def main() -> int:
@@ -256,6 +272,7 @@ def main() -> int:
 
     # The environment of our trainer ranks, given to both.
     os.environ.update({**KEEP_FREED_MEMORY, "OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that both sides are ended too
     results = []
     for task in options.tasks.split(","):
         with tempfile.TemporaryDirectory(prefix="rlpost-bench-") as scratch:

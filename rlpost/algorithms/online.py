@@ -53,8 +53,12 @@ class PolicyGradient:
         return [self._sampled(group) for group in groups]
 
     def refuses(self, group: Group) -> bool:
-        """Groups without variance in the rewards, or with a mean outside the bounds (algorithm.filter)."""
-        return self.config.filter.zero_variance != "keep" and self._teaches_nothing([sample.reward for sample in self._samples(group)])
+        """Groups without variance in the rewards, or with a mean outside the bounds (algorithm.filter).
+
+        Not those without any reward: they are failures, which have a budget of their own.
+        """
+        rewards = [sample.reward for sample in self._samples(group)]
+        return self.config.filter.zero_variance != "keep" and bool(rewards) and self._teaches_nothing(rewards)
 
     def _sampled(self, group: Group) -> SampledGroup:
         samples = self._samples(group)
@@ -85,7 +89,7 @@ class PolicyGradient:
 
     def _teaches_nothing(self, rewards: Sequence[float]) -> bool:
         low, high = self.config.filter.least_mean, self.config.filter.most_mean
-        if not rewards or max(rewards) == min(rewards):
+        if max(rewards) == min(rewards):
             return True
         mean = sum(rewards) / len(rewards)
         return (low is not None and mean < low) or (high is not None and mean > high)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpost.config.derive import needed_model_len
+from rlpost.config.derive import longest_sequence
 from rlpost.config.schema import RunConfig
 
 EMBEDDED = "embedded:"
@@ -76,7 +76,7 @@ def _architecture(config: RunConfig, file: Path) -> Iterator[str]:
         yield f"model.path: {file} is not valid JSON: {error}"
         return
     positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
-    length = config.engine.max_model_len or needed_model_len(config)[0]
+    length = longest_sequence(config)[0]
     if isinstance(positions, int) and not model.get("rope_scaling") and length > positions:
         yield (
             f"sequences may have {length} tokens, but the model of model.path has {positions} positions; "

@@ -76,7 +76,9 @@ def feed_forward_elements_per_token(shape: ModelShape, *, sparse: bool) -> int:
     return 2 * shape.hidden + shape.experts + shape.experts_per_token * (4 * shape.expert_feed_forward + 2 * shape.hidden)
 
 
-def layer_activation_bytes_per_token(shape: ModelShape, *, bytes_per_element: float = 2, sparse: bool = False, padded: bool = False) -> float:
+def layer_activation_bytes_per_token(
+    shape: ModelShape, *, bytes_per_element: float = 2, sparse: bool = False, padded: bool = False
+) -> float:
     """Bytes of one token that one layer saves, without attention's scores (no kernel in use keeps them)."""
     require_positive(bytes_per_element=bytes_per_element)
     return (attention_elements_per_token(shape, padded=padded) + feed_forward_elements_per_token(shape, sparse=sparse)) * bytes_per_element
@@ -118,7 +120,9 @@ def full_logits_line(tokens: int, vocabulary: int, bytes_per_element: float, cop
     return line("logits", tokens * vocabulary * bytes_per_element * copies, formula)
 
 
-def chunked_logits_lines(shape: ModelShape, tokens: int, chunk: int, *, gradient: bool, output_trained: bool = True) -> tuple[MemoryLine, ...]:
+def chunked_logits_lines(
+    shape: ModelShape, tokens: int, chunk: int, *, gradient: bool, output_trained: bool = True
+) -> tuple[MemoryLine, ...]:
     """Logits of rlpost's trainer (training/logprob.py): two float32 buffers of a chunk; in the backward pass the output weight's gradient.
 
     ``gradient``: the update, not a pass for logprobs only. ``output_trained``: the output layer gets a gradient (not with LoRA).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from rlpost.types import ConfigError
@@ -52,3 +53,18 @@ def require_divides(degree_name: str, degree: int, **sizes: int) -> None:
         if size % degree:
             fitting = ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
             raise ConfigError(f"{degree_name}={degree} does not divide {name}={size}; expected one of {fitting}: change {degree_name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLine:
+    """One thing that takes ``seconds``, and how they were computed."""
+
+    name: str
+    seconds: float
+    formula: str
+    basis: Basis = "assumed"
+
+
+def total_seconds(lines: Iterable[TimeLine]) -> float:
+    """Sum of lines that follow one another, seconds."""
+    return sum(one.seconds for one in lines)

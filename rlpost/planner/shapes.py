@@ -34,7 +34,10 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder; counts of parameters are elements. ``feed_forward`` is a dense layer's width, ``expert_feed_forward`` an expert's."""
+    """Sizes of a decoder; parameters are counted in elements.
+
+    ``feed_forward`` is a dense layer's, ``expert_feed_forward`` an expert's width.
+    """
 
     name: str
     family: str

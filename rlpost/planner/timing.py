@@ -1,0 +1,241 @@
+"""Seconds of generation, prefill and training, and the phases of a step.
+
+Decoding reads all weights and the KV of every running sequence for each token, so memory bandwidth bounds it; prefill and training are
+bound by arithmetic. All rates are what is *reached* (a spec sheet's times a share), of all GPUs that take part. FLOPs: 2 a multiplied
+parameter and token in the forward, 4 in the backward (Kaplan et al. 2020, section 2.1; Narayanan et al. 2021, appendix), and attention.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from rlpost.planner.activations import POLICIES, Checkpointing
+from rlpost.planner.memory import kv_bytes_per_token
+from rlpost.planner.quantities import TimeLine, require_at_least, require_choice, require_positive, require_share, total_seconds
+from rlpost.planner.shapes import ModelShape
+from rlpost.types import ConfigError
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Raise ConfigError unless there are lengths and all are whole numbers above 0."""
+    if not len(lengths):
+        raise ConfigError("lengths is empty; expected the tokens of at least one sequence")
+    for index, length in enumerate(lengths):
+        if length != int(length) or length < 1:
+            raise ConfigError(f"lengths[{index}]={length} is impossible; expected a whole number of tokens above 0: correct the list")
+
+
+def attention_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Causal scores and their product with the values in a forward: 2 x layers x query width x length^2 for each sequence."""
+    check_lengths(lengths)
+    return 2.0 * shape.layers * shape.query_width * float(np.square(np.asarray(lengths, np.float64)).sum())
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int], *, row_tokens: int | None = None, logit_tokens: int | None = None) -> float:
+    """One forward over sequences of these lengths.
+
+    ``row_tokens``: tokens outside attention when prompts of a group are computed once (null: all). ``logit_tokens``: those whose
+    logits are computed (null: all).
+    """
+    attention, every = attention_flops(shape, lengths), sum(lengths)
+    tokens, logits = every if row_tokens is None else row_tokens, every if logit_tokens is None else logit_tokens
+    require_at_least(0, row_tokens=tokens, logit_tokens=logits)
+    output = shape.vocabulary * shape.hidden
+    return 2.0 * (shape.multiplied_parameters - output) * tokens + 2.0 * output * logits + attention
+
+
+def update_flops(
+    shape: ModelShape,
+    lengths: Sequence[int],
+    *,
+    checkpointing: Checkpointing = "selective",
+    row_tokens: int | None = None,
+    logit_tokens: int | None = None,
+) -> float:
+    """Forward and backward: three forwards; one more of the layers when their inputs alone are kept, and of the output layer, whose
+    logits the trainer always computes again.
+    """
+    require_choice("checkpointing", checkpointing, POLICIES)
+    layers = forward_flops(shape, lengths, row_tokens=row_tokens, logit_tokens=0)
+    output = forward_flops(shape, lengths, row_tokens=row_tokens, logit_tokens=logit_tokens) - layers
+    return layers * (4 if checkpointing in ("full", "offload") else 3) + output * 4
+
+
+def compute_line(name: str, flops: float, flops_per_second: float) -> TimeLine:
+    """Seconds of arithmetic at a rate that is reached."""
+    require_at_least(0, flops=flops)
+    require_positive(flops_per_second=flops_per_second)
+    return TimeLine(name=name, seconds=flops / flops_per_second, formula=f"{flops:.3g} FLOP / {flops_per_second:.3g} FLOP/s")
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpeed:
+    """What one engine (all its GPUs together) reaches."""
+
+    bytes_per_second: float
+    """Memory bandwidth."""
+    flops_per_second: float
+    step_overhead_s: float = 0.0
+    """Of a decoding step: scheduler, kernel launches."""
+    weight_bytes_per_parameter: float = 2
+    kv_bytes_per_element: float = 2
+
+
+def decode_steps_per_second_limit(weight_bytes: float, bytes_per_second: float) -> float:
+    """Steps a second when nothing but the weights is read: the limit of a single sequence."""
+    require_positive(weight_bytes=weight_bytes, bytes_per_second=bytes_per_second)
+    return bytes_per_second / weight_bytes
+
+
+def read_parameters(shape: ModelShape, sequences: int) -> float:
+    """Parameters that one decoding step reads: of the experts those that any of ``sequences`` is expected to go to (even routing)."""
+    require_at_least(1, sequences=sequences)
+    if not shape.sparse_layers:
+        return float(shape.multiplied_parameters)
+    expert = 3 * shape.hidden * shape.expert_feed_forward * shape.sparse_layers
+    touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** sequences)
+    return shape.multiplied_parameters + expert * (touched - shape.experts_per_token)
+
+
+def decode_step_seconds(shape: ModelShape, speed: EngineSpeed, sequences: int, context_tokens: np.ndarray | float) -> np.ndarray:
+    """Seconds of decoding steps of ``sequences`` that hold ``context_tokens`` together: reading or arithmetic, whichever takes longer."""
+    require_positive(bytes_per_second=speed.bytes_per_second, flops_per_second=speed.flops_per_second)
+    weights = read_parameters(shape, sequences) * speed.weight_bytes_per_parameter
+    contexts = np.asarray(context_tokens, np.float64)
+    reading = (weights + contexts * kv_bytes_per_token(shape, bytes_per_element=speed.kv_bytes_per_element)) / speed.bytes_per_second
+    flops = 2.0 * shape.multiplied_parameters * sequences + 4.0 * shape.layers * shape.query_width * contexts
+    return np.maximum(reading, flops / speed.flops_per_second) + speed.step_overhead_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What one engine's work on a batch comes to. ``floor_s``: the longest sequence alone, which no further engine shortens."""
+
+    seconds: float
+    floor_s: float
+    steps: int
+    tokens: int
+
+
+def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths: Sequence[int], slots: int) -> Generation:
+    """One engine samples sequences of ``lengths`` new tokens after prompts of ``prompt_tokens``, at most ``slots`` at once.
+
+    Continuous batching: a finished sequence's place goes to the next in order at once. Prefill is not in it.
+    """
+    check_lengths(lengths)
+    require_at_least(1, slots=slots)
+    require_at_least(0, prompt_tokens=prompt_tokens)
+    waiting, running = list(reversed(lengths)), list[tuple[int, int]]()  # running: step at which it ends, its length
+    now, seconds, contexts = 0, 0.0, 0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            length = waiting.pop()
+            heapq.heappush(running, (now + length, length))
+            contexts += prompt_tokens
+        count, steps = len(running), running[0][0] - now
+        seconds += float(decode_step_seconds(shape, speed, count, contexts + count * np.arange(steps)).sum())
+        contexts += count * steps
+        now += steps
+        while running and running[0][0] == now:
+            contexts -= prompt_tokens + heapq.heappop(running)[1]
+    floor = float(decode_step_seconds(shape, speed, 1, prompt_tokens + np.arange(max(lengths))).sum())
+    return Generation(seconds=seconds, floor_s=floor, steps=now, tokens=sum(lengths))
+
+
+def generate_on(engines: int, shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths: Sequence[int], slots: int) -> Generation:
+    """The same over several engines, sequences dealt out in turn; seconds and steps are those of the slowest."""
+    require_at_least(1, engines=engines)
+    check_lengths(lengths)
+    shares = [lengths[index::engines] for index in range(min(engines, len(lengths)))]
+    done = [generate(shape, speed, prompt_tokens, share, slots) for share in shares]
+    return Generation(
+        seconds=max(one.seconds for one in done),
+        floor_s=max(one.floor_s for one in done),
+        steps=max(one.steps for one in done),
+        tokens=sum(lengths),
+    )
+
+
+def generation_line(generation: Generation) -> TimeLine:
+    """The phase as a line."""
+    text = f"{generation.tokens:,} tokens in {generation.steps:,} decoding steps; the longest sequence alone {generation.floor_s:.3g} s"
+    return TimeLine(name="generate", seconds=generation.seconds, formula=text)
+
+
+def throughput_line(sequences: int, tokens_each: int, tokens_per_second: float) -> TimeLine:
+    """Generation by a throughput that was measured."""
+    require_at_least(0, sequences=sequences, tokens_each=tokens_each)
+    require_positive(tokens_per_second=tokens_per_second)
+    formula = f"{sequences:,} sequences x {tokens_each:,} tokens / {tokens_per_second:g} tokens/s"
+    return TimeLine(name="generate", seconds=sequences * tokens_each / tokens_per_second, formula=formula)
+
+
+def long_tailed_lengths(count: int, *, median: float, percentile_99: float, most: int) -> list[int]:
+    """``count`` lengths of a lognormal distribution, at its quantiles (so always the same), cut at ``most`` new tokens.
+
+    In no order that matters: short and long are mixed, as engines get them.
+    """
+    require_at_least(1, count=count, median=median, most=most)
+    if not percentile_99 >= median:
+        raise ConfigError(f"percentile_99={percentile_99:g} is below median={median:g}; expected at least the median: change percentile_99")
+    normal = NormalDist()
+    deviation = math.log(percentile_99 / median) / normal.inv_cdf(0.99)
+    quantiles = [(index + 0.5) / count for index in range(count)]
+    lengths = [min(most, max(1, round(median * math.exp(deviation * normal.inv_cdf(quantile))))) for quantile in quantiles]
+    return [lengths[int(index)] for index in np.random.default_rng(0).permutation(count)]
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Phases of a step that follow one another."""
+
+    phases: tuple[TimeLine, ...]
+    generated_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return total_seconds(self.phases)
+
+    @property
+    def generation_share(self) -> float:
+        """Share of the step in the phase ``generate``, 0 to 1."""
+        return sum(one.seconds for one in self.phases if one.name == "generate") / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the whole step's seconds."""
+        return self.generated_tokens / self.seconds
+
+
+def step_time(phases: Sequence[TimeLine], generated_tokens: int) -> StepTime:
+    """A step of these phases, which must take time."""
+    require_at_least(0, generated_tokens=generated_tokens)
+    for one in phases:
+        require_at_least(0, **{f"seconds of {one.name}": one.seconds})
+    require_positive(seconds_of_all_phases=total_seconds(phases))
+    return StepTime(phases=tuple(phases), generated_tokens=generated_tokens)
+
+
+def overlapped(name: str, first: TimeLine, *others: TimeLine, hidden_share: float = 1.0) -> TimeLine:
+    """Work that goes on at the same time (arithmetic and collectives): the longest, and of the others what does not hide behind it."""
+    require_share(hidden_share=hidden_share)
+    lines = (first, *others)
+    longest = max(one.seconds for one in lines)
+    exposed = (total_seconds(lines) - longest) * (1 - hidden_share)
+    formula = f"max of ({'; '.join(one.formula for one in lines)})" + (f" + {exposed:.3g} s that do not overlap" if exposed else "")
+    return TimeLine(name=name, seconds=longest + exposed, formula=formula)
