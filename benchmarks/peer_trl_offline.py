@@ -1,7 +1,7 @@
 """TRL's side of ``benchmarks.offline_vs_trl`` (optional dependency): SFTTrainer or DPOTrainer in one process, as fast as it goes on a CPU.
 
 That is: no gradient checkpointing (its default is on), micro-batches of rows of similar length, torch's scaled-dot-product attention,
-fused AdamW, reference logprobs precomputed. Its other ways (``--peer-rows``, ``--peer-packing``) were slower here (docs/benchmarks.md).
+fused AdamW, reference logprobs precomputed. ``--peer-rows`` and ``--peer-packing`` are other ways to try.
 """
 
 from __future__ import annotations

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 from rlpost.algorithms.protocol import Algorithm, OfflineAlgorithm, RunFacts
 from rlpost.config.algorithms import with_defaults
 from rlpost.config.schema import AlgorithmConfig
-from rlpost.plugins import resolve
-from rlpost.types import LossComponent
+from rlpost.plugins import entry_points, resolve
+from rlpost.types import ConfigError, LossComponent
 
 if TYPE_CHECKING:
     from rlpost.algorithms.losses import TermFunction
 
 ONLINE = "rlpost.algorithms.online:"
 OFFLINE = "rlpost.algorithms.offline:"
+TERM_GROUP = "rlpost.loss_terms"
 
 ALGORITHMS = {
     **dict.fromkeys(("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "maxrl"), ONLINE + "PolicyGradient"),
@@ -48,7 +49,8 @@ LOSS_TERMS = {
 
 
 def make_algorithm(config: AlgorithmConfig, facts: RunFacts) -> Algorithm:
-    """The online algorithm that ``config.name`` names. Raises ConfigError when there is none."""
+    """The online algorithm that ``config.name`` names. Raises ConfigError when there is none, or no such loss."""
+    check_policy_loss(with_defaults(config).policy_loss)
     return cast(Algorithm, _class(config)(config, facts))
 
 
@@ -57,13 +59,22 @@ def make_offline_algorithm(config: AlgorithmConfig) -> OfflineAlgorithm:
     return cast(OfflineAlgorithm, _class(config)(with_defaults(config)))
 
 
+def check_policy_loss(name: str) -> None:
+    """Raises ConfigError for a name that no policy loss has. Imports none: losses need torch, and the driver does not."""
+    own = [term for term, place in LOSS_TERMS.items() if place.startswith("rlpost.algorithms.policy:") and term != "entropy"]
+    if ":" not in name and name not in own and name not in entry_points(TERM_GROUP):
+        raise ConfigError(
+            f"no policy loss is named {name!r} (algorithm.policy_loss); expected {', '.join(own)} or `package.module:function`"
+        )
+
+
 def _class(config: AlgorithmConfig) -> Any:
     return resolve(config.name, kind="algorithm", group="rlpost.algorithms", catalogue=ALGORITHMS)
 
 
 def find_term(name: str) -> TermFunction:
     """The loss term of that name. Raises ConfigError when there is none."""
-    return cast("TermFunction", resolve(name, kind="loss term", group="rlpost.loss_terms", catalogue=LOSS_TERMS))
+    return cast("TermFunction", resolve(name, kind="loss term", group=TERM_GROUP, catalogue=LOSS_TERMS))
 
 
 def find_terms(components: Sequence[LossComponent]) -> dict[str, TermFunction]:

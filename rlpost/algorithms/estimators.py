@@ -68,5 +68,6 @@ class KlController:
         return {"coefficient": self.coefficient}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue with the coefficient of :meth:`state`."""
-        self.coefficient = state["coefficient"]
+        """Continue with the coefficient of :meth:`state`, if it is steered (from above 0); a fixed one is the present configuration's."""
+        if self.target is not None and state["coefficient"] > 0:
+            self.coefficient = state["coefficient"]

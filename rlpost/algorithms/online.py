@@ -15,8 +15,8 @@ import numpy as np
 from rlpost.algorithms import advantages as worth
 from rlpost.algorithms.estimators import KlController, token_kl
 from rlpost.algorithms.protocol import Credit, RunFacts, Sample, SampledGroup
-from rlpost.algorithms.shaping import shaped_reward
-from rlpost.config.algorithms import with_defaults
+from rlpost.algorithms.shaping import clipped_reward, shaped_reward
+from rlpost.config.algorithms import LOSS_OPTIONS, with_defaults
 from rlpost.config.schema import AlgorithmConfig
 from rlpost.types import Group, LossComponent, OffPolicyCorrection, Trajectory
 
@@ -57,7 +57,8 @@ class PolicyGradient:
 
         Not those without any reward: they are failures, which have a budget of their own.
         """
-        rewards = [sample.reward for sample in self._samples(group)]
+        # Without the penalties of length: DAPO (eq. 11) leaves out groups that are all right or all wrong, however long.
+        rewards = [clipped_reward(one, self.config.shaping) for one in group.trajectories if one.reward is not None]
         return self.config.filter.zero_variance != "keep" and bool(rewards) and self._teaches_nothing(rewards)
 
     def _sampled(self, group: Group) -> SampledGroup:
@@ -85,7 +86,9 @@ class PolicyGradient:
 
     def _scored(self, trajectory: Trajectory) -> bool:
         # A teacher judges every token, so no reward is needed.
-        return trajectory.reward is not None or (self.config.advantage == "teacher" and trajectory.failure is None)
+        return trajectory.reward is not None or (
+            self.config.advantage == "teacher" and not (trajectory.failure and trajectory.failure.is_fault)
+        )
 
     def _teaches_nothing(self, rewards: Sequence[float]) -> bool:
         low, high = self.config.filter.least_mean, self.config.filter.most_mean
@@ -202,7 +205,9 @@ class PolicyGradient:
             correction = OffPolicyCorrection(level=one.level, action=one.action, low=one.low, high=one.high)  # type: ignore[arg-type]
         assert config.clip_low is not None and config.clip_high is not None, "with_defaults() fills them"
         bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high, "dual_clip": config.dual_clip}
-        parts = [LossComponent(term=config.policy_loss, parameters={**bounds, **config.options}, correction=correction)]
+        names = config.options if ":" in config.policy_loss else LOSS_OPTIONS.get(config.policy_loss, ())
+        options = {name: value for name, value in config.options.items() if name in names}
+        parts = [LossComponent(term=config.policy_loss, parameters={**bounds, **options}, correction=correction)]
         if self.uses_kl and config.kl_in == "loss":
             parts.append(LossComponent(term="kl", coefficient=self.kl.coefficient, parameters={"estimator": config.kl_estimator}))
         if config.entropy_coefficient:

@@ -9,13 +9,18 @@ from rlpost.types import Trajectory
 
 def shaped_reward(trajectory: Trajectory, config: ShapingConfig, facts: RunFacts) -> float:
     """The trajectory's reward after clipping, less the penalties of its length."""
+    return clipped_reward(trajectory, config) - length_penalty(trajectory.sampled_tokens, config, facts.max_new_tokens)
+
+
+def clipped_reward(trajectory: Trajectory, config: ShapingConfig) -> float:
+    """The trajectory's reward within the bounds: what says whether it succeeded, whatever its length."""
     assert trajectory.reward is not None, "only scored trajectories are shaped"
     reward = trajectory.reward
     if config.clip_low is not None:
         reward = max(reward, config.clip_low)
     if config.clip_high is not None:
         reward = min(reward, config.clip_high)
-    return reward - length_penalty(trajectory.sampled_tokens, config, facts.max_new_tokens)
+    return reward
 
 
 def length_penalty(sampled_tokens: int, config: ShapingConfig, max_new_tokens: int) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
-from rlpost.config.algorithms import OFFLINE, WITH_REFERENCE, is_offline, with_defaults
+from rlpost.config.algorithms import LOSS_OPTIONS, OFFLINE, ONLINE_DEFAULTS, WITH_REFERENCE, is_offline, with_defaults
 from rlpost.config.derive import needs_critic, resolve_old_logprobs, resolve_reference
 from rlpost.config.schema import RunConfig
 
@@ -17,6 +19,8 @@ def check_algorithm(config: RunConfig) -> Iterator[str]:
     if is_offline(config.algorithm):
         yield from _offline(config)
     else:
+        if config.algorithm.name in OFFLINE:
+            yield f"algorithm.kind=online with algorithm.name={config.algorithm.name}, which learns from data; set algorithm.kind=auto"
         for check in (_sampling, _advantage, _kl, _correction, _shaping, _filter, _critic):
             yield from check(config)
     yield from _reference(config)
@@ -25,6 +29,7 @@ def check_algorithm(config: RunConfig) -> Iterator[str]:
 def warn_algorithm(config: RunConfig) -> Iterator[str]:
     """What works, but is probably not meant."""
     algorithm = config.algorithm
+    yield from _unread(config)
     if is_offline(algorithm):
         if config.rewards:
             yield f"rewards are not used: algorithm.name={algorithm.name} learns from the data set"
@@ -35,8 +40,47 @@ def warn_algorithm(config: RunConfig) -> Iterator[str]:
         yield "algorithm.name=ppo without algorithm.shaping.whiten=true: advantages keep the scale of the rewards"
 
 
+PREFERENCE_READ: Mapping[str, frozenset[str]] = {
+    "dpo": frozenset({"loss", "beta", "label_smoothing", "likelihood"}),
+    "simpo": frozenset({"beta", "margin", "label_smoothing"}),
+    "orpo": frozenset({"beta"}),
+    "kto": frozenset({"beta", "desirable", "undesirable"}),
+    "reward_model": frozenset({"margin", "centering"}),
+}
+"""What each offline algorithm reads of algorithm.preference."""
+
+
+def _unread(config: RunConfig) -> Iterator[str]:
+    """Settings that were changed and that this algorithm never looks at."""
+    algorithm, offline = config.algorithm, is_offline(config.algorithm)
+    if ":" in algorithm.name:
+        return
+    advantage = with_defaults(algorithm).advantage
+    unread: list[tuple[str, Any, set[str]]] = [("preference.", algorithm.preference, set(_names(algorithm.preference)))]
+    unread[0][2].difference_update(PREFERENCE_READ.get(algorithm.name, ()))
+    if offline:
+        online_only = {"advantage", "policy_loss", "clip_low", "clip_high", "dual_clip", "old_logprobs", "gamma", "gae_lambda"}
+        unread.append(("", algorithm, online_only | {"kl_coefficient", "kl_in", "kl_estimator", "kl_target", "entropy_coefficient"}))
+    elif advantage != "gae":
+        unread.append(("critic.", algorithm.critic, set(_names(algorithm.critic)) - {"path"}))
+        unread.append(("", algorithm, {"gae_lambda"} | (set() if advantage.startswith("batch") else {"gamma"})))
+    for section in ("correction", "shaping", "filter") if offline else ():
+        unread.append((f"{section}.", getattr(algorithm, section), set(_names(getattr(algorithm, section)))))
+    for prefix, group, names in unread:
+        defaults = type(group)()
+        for name in sorted(names):
+            if getattr(group, name) != getattr(defaults, name):
+                yield f"algorithm.{prefix}{name} is not read by algorithm.name={algorithm.name}"
+
+
+def _names(group: Any) -> list[str]:
+    return [field.name for field in fields(group)]
+
+
 def _offline(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
+    if algorithm.kind == "offline" and algorithm.name in ONLINE_DEFAULTS:
+        yield f"algorithm.kind=offline with algorithm.name={algorithm.name}, which samples; set algorithm.kind=auto"
     for name in ("minibatches", "epochs"):
         if getattr(algorithm, name) != 1:
             yield (
@@ -79,6 +123,14 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             "policy, so nothing corrects or clips; set algorithm.old_logprobs=auto, engine or recompute"
         )
 
+    several = algorithm.minibatches * algorithm.epochs > 1
+    if with_defaults(algorithm).policy_loss == "reinforce" and (several or (staleness > 0 and algorithm.correction.level == "none")):
+        cause = f"algorithm.{updates}={getattr(algorithm, updates)}" if several else f"schedule.max_staleness={staleness}"
+        yield (
+            f"algorithm.policy_loss=reinforce with {cause}: nothing weights or clips samples of an older policy; set "
+            "algorithm.policy_loss=policy_clip" + ("" if several else " or algorithm.correction.level=token") + ", or stay on-policy"
+        )
+
 
 def _advantage(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
@@ -93,6 +145,11 @@ def _advantage(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.dual_clip={algorithm.dual_clip:g} is a bound of policy_clip, not of {policy_loss}; set it to 0"
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip={algorithm.dual_clip:g} would cut the loss of every bad sample; expected 0 (off) or more than 1"
+    if ":" not in algorithm.name and ":" not in policy_loss:
+        known = LOSS_OPTIONS.get(policy_loss, ())
+        for name in sorted(set(algorithm.options) - set(known)):
+            expected = f"expected any of {', '.join(known)}" if known else "it takes none"
+            yield f"algorithm.options.{name} is no option of algorithm.policy_loss={policy_loss}: {expected}; remove it"
     if advantage == "teacher" and algorithm.reference_path is None:
         yield "algorithm.advantage=teacher needs a teacher: set algorithm.reference_path to its model directory"
 
@@ -109,6 +166,12 @@ def _kl(config: RunConfig) -> Iterator[str]:
         yield "algorithm.kl_estimator=k3_unbiased is weighted in the loss; with algorithm.kl_in=reward set k1, k2 or k3"
     if place == "reward" and with_defaults(algorithm).advantage == "teacher":
         yield "algorithm.kl_in=reward with algorithm.advantage=teacher: nothing reads that reward; set algorithm.kl_in=loss"
+    advantage = with_defaults(algorithm).advantage
+    if place == "reward" and algorithm.kl_coefficient > 0 and algorithm.filter.truncated == "drop" and advantage in GROUP_ADVANTAGES[:-1]:
+        yield (
+            "algorithm.kl_in=reward with algorithm.filter.truncated=drop: the KL of dropped samples is not computed, so they would be in "
+            "their group's baseline without it; set algorithm.kl_in=loss or algorithm.filter.truncated=keep"
+        )
     if algorithm.kl_coefficient == 0 and algorithm.kl_target is not None:
         yield f"algorithm.kl_target={algorithm.kl_target:g} steers algorithm.kl_coefficient, which is 0; give it a start above 0"
 

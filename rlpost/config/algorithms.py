@@ -1,6 +1,6 @@
 """What an algorithm's name stands for: the values of ``algorithm.*`` that are ``auto`` or null in the configuration.
 
-Each row is what the algorithm's authors use (docs/algorithms.md gives the sources). Nothing that a user set is changed.
+docs/algorithms.md gives the sources, and says where a default is not what an algorithm's authors used. Nothing that a user set is changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ONLINE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gmpo": {**_GRPO, "policy_loss": "gmpo", "loss_aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
     "cispo": {**_GRPO, "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {**_GRPO, "policy_loss": "sapo", "loss_aggregation": "sequence_mean"},
-    "rloo": {**_GRPO, "advantage": "leave_one_out", "policy_loss": "reinforce", "loss_aggregation": "sequence_mean"},
+    "rloo": {**_GRPO, "advantage": "leave_one_out", "policy_loss": "reinforce", "loss_aggregation": "constant"},
     "reinforce_pp": {**_GRPO, "advantage": "batch"},
     "reinforce_pp_baseline": {**_GRPO, "advantage": "batch_baseline"},
     "remax": {**_GRPO, "advantage": "greedy", "policy_loss": "reinforce"},
@@ -31,6 +31,9 @@ ONLINE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {**_GRPO, "advantage": "gae"},
     "distillation": {**_GRPO, "advantage": "teacher"},
 }
+
+LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {"sapo": ("temperature_positive", "temperature_negative")}
+"""What built-in policy losses read of ``algorithm.options``; one of the user's own gets all of them."""
 
 OFFLINE_DEFAULTS: Mapping[str, Any] = {"loss_aggregation": "token_mean"}
 
@@ -44,7 +47,12 @@ WITH_REFERENCE = ("dpo", "kto")
 
 def is_offline(config: AlgorithmConfig) -> bool:
     """Whether the algorithm learns from a data set, without engines."""
-    return config.name in OFFLINE
+    return config.kind == "offline" or (config.kind == "auto" and config.name in OFFLINE)
+
+
+def reads_reference(config: AlgorithmConfig) -> bool:
+    """Whether an offline algorithm's loss reads reference logprobs; a class of the user's own may."""
+    return config.name in WITH_REFERENCE or ":" in config.name
 
 
 def with_defaults(config: AlgorithmConfig) -> AlgorithmConfig:

@@ -396,7 +396,7 @@ def _warnings(config: RunConfig, device: Device) -> Iterator[str]:
             f"schedule.prompts_per_step={schedule.prompts_per_step} is no multiple of engine.count={engine.count}: some engines have "
             f"a group less, about {idle:.0%} of engine time is idle at equal lengths"
         )
-    if schedule.max_staleness > 0 and resolve_old_logprobs(config) == "recompute":
+    if schedule.max_staleness > 0 and resolve_old_logprobs(config) == "recompute" and config.algorithm.correction.level == "none":
         yield (
             f"algorithm.old_logprobs=recompute with schedule.max_staleness={schedule.max_staleness}: the ratio begins at the policy "
             "before the update, so the samples' own staleness is not corrected; engine corrects it"

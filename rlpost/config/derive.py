@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlpost.config.algorithms import PAIRED, WITH_REFERENCE, is_offline, with_defaults
+from rlpost.config.algorithms import PAIRED, is_offline, reads_reference, with_defaults
 from rlpost.config.schema import AlgorithmConfig, RunConfig
 from rlpost.types import ConfigError
 
@@ -151,7 +151,7 @@ def resolve_reference(config: RunConfig) -> str:
     """``algorithm.reference`` where the loss or the reward reads a reference's logprobs, else none."""
     algorithm = config.algorithm
     if is_offline(algorithm):
-        return algorithm.reference if algorithm.name in WITH_REFERENCE else "none"
+        return algorithm.reference if reads_reference(algorithm) else "none"
     return algorithm.reference if algorithm.kl_coefficient > 0 or with_defaults(algorithm).advantage == "teacher" else "none"
 
 

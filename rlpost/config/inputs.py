@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlpost.config.algorithms import is_offline
 from rlpost.config.derive import longest_sequence
 from rlpost.config.schema import RunConfig
 
@@ -33,8 +34,8 @@ def looks_local(path: str) -> bool:
 def check_inputs(config: RunConfig) -> Iterator[str]:
     """Problems with the model, data, template and resume directory that the config names."""
     yield from _model(config, "model.path", config.model.path)
-    if config.algorithm.reference_path is not None:
-        yield from _model(config, "algorithm.reference_path", config.algorithm.reference_path)
+    for key, path in other_models(config).items():
+        yield from _model(config, key, path)
     yield from _data("data.train", config.data.train)
     if config.data.evaluation is not None:
         yield from _data("data.evaluation", config.data.evaluation)
@@ -44,6 +45,14 @@ def check_inputs(config: RunConfig) -> Iterator[str]:
     resume = config.resume
     if resume not in ("never", "auto") and not Path(resume).expanduser().is_dir():
         yield f"resume={resume}: no run directory {_absolute(resume)}; expected never, auto or the path of a run"
+
+
+def other_models(config: RunConfig) -> dict[str, str]:
+    """The models besides the policy that a run reads, by configuration key. All get the policy's tokens."""
+    paths = {"algorithm.reference_path": config.algorithm.reference_path, "algorithm.critic.path": config.algorithm.critic.path}
+    if not is_offline(config.algorithm):
+        paths |= {f"rewards.{number}.model": reward.model for number, reward in enumerate(config.rewards)}
+    return {key: path for key, path in paths.items() if path is not None}
 
 
 def _absolute(path: str) -> Path:

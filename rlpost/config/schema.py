@@ -192,11 +192,16 @@ class PreferenceConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """The learning algorithm. What is `auto` or null is what the named algorithm's authors use; `--dry-run` prints it."""
+    """The learning algorithm. What is `auto` or null goes by its name (docs/algorithms.md); `--dry-run` prints it."""
 
     name: str = option(
         "grpo",
         "Online: grpo, dr_grpo, dapo, gspo, gmpo, cispo, sapo, rloo, reinforce_pp, reinforce_pp_baseline, remax, maxrl, ppo, distillation. Offline: sft, dpo, simpo, orpo, kto, reward_model. Or `package.module:Class`.",
+    )
+    kind: str = option(
+        "auto",
+        "Whether it samples (online) or learns from a data set (offline); auto goes by the name, and takes a class of yours for online.",
+        ("auto", "online", "offline"),
     )
     group_size: int = option(8, "Samples per prompt.")
     advantage: str = option(

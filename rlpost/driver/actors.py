@@ -19,8 +19,12 @@ TRAINER_REFERENCES = ("initial", "adapters_off", "moving_average")
 """Values of algorithm.reference that the trainer's own ranks answer for."""
 
 
-def worker_settings(config: RunConfig, derived: Derived, model_path: str, *, head: Head = "logprob") -> WorkerSettings:
-    """Settings of a trainer rank."""
+def worker_settings(
+    config: RunConfig, derived: Derived, model_path: str, *, head: Head = "logprob", reference_path: str | None = None
+) -> WorkerSettings:
+    """Settings of a trainer rank. Steps in which only the critic learns are none of its optimizer steps."""
+    algorithm = config.algorithm
+    alone = algorithm.critic.warmup_steps * algorithm.minibatches * algorithm.epochs if derived.critic_ranks else 0
     return WorkerSettings(
         model_path=model_path,
         training=config.training,
@@ -28,12 +32,12 @@ def worker_settings(config: RunConfig, derived: Derived, model_path: str, *, hea
         dtype=derived.dtype,
         device=derived.device,
         attention=derived.attention,
-        total_updates=derived.optimizer_steps,
+        total_updates=derived.optimizer_steps - alone,
         seed=config.seed,
         timeout_s=config.schedule.phase_timeout_s,
         trust_remote_code=config.model.trust_remote_code,
         reference_mode=derived.reference if derived.reference in TRAINER_REFERENCES else "none",  # type: ignore[arg-type]
-        reference_path=config.algorithm.reference_path,
+        reference_path=reference_path,
         reference_decay=config.algorithm.reference_decay,
     )
 
@@ -45,7 +49,7 @@ def critic_settings(config: RunConfig, derived: Derived, critic_path: str) -> Wo
     if critic.lr is not None:
         training = replace(training, optimizer=replace(training.optimizer, lr=critic.lr))
     settings = worker_settings(config, derived, critic_path, head="value")
-    return replace(settings, training=training, reference_mode="none")
+    return replace(settings, training=training, total_updates=derived.optimizer_steps, reference_mode="none")
 
 
 def forward_settings(config: RunConfig, derived: Derived, model_path: str, *, head: Head = "logprob") -> WorkerSettings:

@@ -12,7 +12,7 @@ from rlpost.config.schema import RunConfig
 from rlpost.data.offline import load_rows, tokenize_rows
 from rlpost.data.prepare import tokenize_prompts
 from rlpost.data.tokenizer import PromptTokenizer
-from rlpost.driver.preflight import check_reward_tokenizers, check_rewards, read_prompts, run_facts
+from rlpost.driver.preflight import check_forwards, check_rewards, check_tokenizers, read_prompts, run_facts
 from rlpost.environments.catalogue import environment_factory
 from rlpost.environments.protocol import Environment
 from rlpost.models.embedded import local_model
@@ -70,6 +70,7 @@ class OfflineInputs:
 def load_inputs(config: RunConfig) -> Inputs:
     """Load data, tokenizer, algorithm and environment. Raises ConfigError for what a newcomer gets wrong."""
     algorithm = make_algorithm(config.algorithm, run_facts(config))
+    check_forwards(algorithm, config)
     make_environment = environment_factory(config.environment)
     data = config.data
     raw = read_prompts(config, hub=True)
@@ -85,7 +86,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     prompts, dropped = within_limit(raw["data.train"])
     held_out, dropped_held_out = within_limit(raw["data.evaluation"]) if "data.evaluation" in raw else ([], 0)
     reward_models = tuple(local_model(reward.model) for reward in config.rewards if reward.model is not None)
-    check_reward_tokenizers(config, hub=True)
+    check_tokenizers(config, hub=True)
     critic = config.algorithm.critic.path
     return Inputs(
         model_path=model_path,
@@ -109,6 +110,7 @@ def load_offline_inputs(config: RunConfig) -> OfflineInputs:
     raw_held_out = load_rows(data.evaluation, kind, data, config.evaluation.prompts) if data.evaluation and config.evaluation.every else []
     model_path = local_model(config.model.path)
     tokenizer = PromptTokenizer(model_path, config.model.chat_template, config.model.trust_remote_code)
+    check_tokenizers(config, hub=True)
     rows, dropped = tokenize_rows(raw, tokenizer, kind, data)
     held_out, dropped_held_out = tokenize_rows(raw_held_out, tokenizer, kind, data) if raw_held_out else ([], 0)
     return OfflineInputs(

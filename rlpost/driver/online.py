@@ -119,10 +119,12 @@ class OnlineRun(Loop):
     async def learn(self, groups: Sequence[Group]) -> None:
         """One optimizer step for each minibatch, unless nothing in the batch can be trained on."""
         batch = self.learner.choose(groups)
-        self.budget.check(groups, trained=len(trained(batch)))
+        refused = self.collector.take_refused()
+        # A reward that fails for whole groups makes them refused: these failures count too.
+        self.budget.check([*groups, *refused], trained=len(trained(batch)))
         metrics = await self.learner.learn(batch, self.step)
-        seconds, refused = self.collector.take_busy_s(), self.collector.take_refused()
-        self.record.update(summarise_rollouts(groups, policy_version=self.step, generate_s=seconds, groups_dropped=refused))
+        seconds = self.collector.take_busy_s()
+        self.record.update(summarise_rollouts(groups, policy_version=self.step, generate_s=seconds, groups_dropped=len(refused)))
         self.record.update({**NOT_MEASURED, **metrics})
 
     # ---- weights ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlpost.algorithms.catalogue import make_algorithm, make_offline_algorithm
-from rlpost.algorithms.protocol import RunFacts
+from rlpost.algorithms.protocol import Algorithm, RunFacts
 from rlpost.config.algorithms import is_offline
+from rlpost.config.derive import SINGLE_TURN, needs_critic, resolve_reference
+from rlpost.config.inputs import other_models
 from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
 from rlpost.data.offline import load_rows, tokenize_rows
@@ -28,9 +30,21 @@ HUB = "hf:"
 
 def run_facts(config: RunConfig) -> RunFacts:
     """What an online algorithm may know of the run."""
+    turns = 1 if config.environment.name == SINGLE_TURN else config.environment.max_turns
     return RunFacts(
-        max_new_tokens=config.sampling.max_new_tokens, reward_weights={reward_name(reward): reward.weight for reward in config.rewards}
+        max_new_tokens=turns * config.sampling.max_new_tokens,
+        reward_weights={reward_name(reward): reward.weight for reward in config.rewards},
     )
+
+
+def check_forwards(algorithm: Algorithm, config: RunConfig) -> None:
+    """Somebody answers each forward that the algorithm asks for. Raises ConfigError."""
+    if "reference" in algorithm.forwards and resolve_reference(config) == "none":
+        raise ConfigError(
+            f"{config.algorithm.name} reads reference logprobs, and there is no reference: set algorithm.kl_coefficient above 0"
+        )
+    if "values" in algorithm.forwards and not needs_critic(config):
+        raise ConfigError(f"{config.algorithm.name} reads values, and there is no critic: set algorithm.advantage=gae")
 
 
 def field_names(prompts: list[Prompt]) -> set[str]:
@@ -53,14 +67,16 @@ def read_prompts(config: RunConfig, *, hub: bool) -> dict[str, list[Prompt]]:
     }
 
 
-def check_reward_tokenizers(config: RunConfig, *, hub: bool) -> None:
-    """Reward models have the policy's tokenizer; ``hub`` false leaves out what is not on this machine. Raises ConfigError."""
-    for number, reward in enumerate(config.rewards):
-        if reward.model is None:
-            continue
-        policy = _local_path(config)
-        if hub or (Path(policy).is_dir() and Path(reward.model).is_dir()):
-            check_same_tokenizer(tokenizer_directory(policy), tokenizer_directory(reward.model), f"rewards[{number}].model")
+def check_tokenizers(config: RunConfig, *, hub: bool) -> None:
+    """Every other model that gets the policy's tokens has its tokenizer; ``hub`` false leaves out what is not on this machine.
+
+    Raises ConfigError.
+    """
+    policy = _local_path(config.model.path)
+    for key, name in other_models(config).items():
+        path = _local_path(name)
+        if hub or (Path(policy).is_dir() and Path(path).is_dir()):
+            check_same_tokenizer(tokenizer_directory(policy), tokenizer_directory(path), key)
 
 
 def check_rewards(config: RunConfig, prompts: Mapping[str, list[Prompt]]) -> None:
@@ -80,13 +96,13 @@ def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     """Number of training rows within the limits (None: a hub data set, not read here), and warnings. Raises ConfigError."""
     if is_offline(config.algorithm):
         return _offline_preflight(config)
-    make_algorithm(config.algorithm, run_facts(config))
+    check_forwards(make_algorithm(config.algorithm, run_facts(config)), config)
     environment_factory(config.environment)
     loaded = read_prompts(config, hub=False)
     check_rewards(config, loaded)
-    check_reward_tokenizers(config, hub=False)
+    check_tokenizers(config, hub=False)
     warnings = [] if "data.train" in loaded else [f"data.train={config.data.train} is on a hub and not read in a dry run"]
-    path = _local_path(config)
+    path = _local_path(config.model.path)
     has_template = check_chat_template(path, config.model.chat_template)
     for key, prompts in loaded.items():
         if not has_template and any(prompt.messages is not None for prompt in prompts):
@@ -108,7 +124,8 @@ def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     sources = {"data.train": (data.train, data.limit)}
     if data.evaluation is not None and config.evaluation.every:
         sources["data.evaluation"] = (data.evaluation, config.evaluation.prompts)
-    path = _local_path(config)
+    path = _local_path(config.model.path)
+    check_tokenizers(config, hub=False)
     counted = (Path(path) / "tokenizer.json").exists()
     warnings = [] if counted else [f"lengths were not counted: the tokenizer of {config.model.path} is not on this machine yet"]
     rows: dict[str, int] = {}
@@ -127,9 +144,8 @@ def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     return rows.get("data.train"), warnings
 
 
-def _local_path(config: RunConfig) -> str:
-    """The model's directory, where it is here already."""
-    path = config.model.path
+def _local_path(path: str) -> str:
+    """A model's directory, where it is here already."""
     return str(model_path(path.removeprefix(EMBEDDED_PREFIX))) if path.startswith(EMBEDDED_PREFIX) else path
 
 

@@ -31,7 +31,7 @@ from rlpost.rollout.collector import RolloutPlan
 from rlpost.rollout.episode import EpisodeLimits
 from rlpost.rollout.pool import EnginePool
 from rlpost.training.group import TrainerGroup
-from rlpost.training.protocol import WorkerSettings
+from rlpost.training.protocol import Head, WorkerSettings
 from rlpost.types import SamplingSettings
 from rlpost.weights.coordinator import WeightSync
 
@@ -102,7 +102,9 @@ async def start_parts(
     """Reserve the placement, start all actors together, connect them. What was started is taken down by ``stack``."""
     starter = await Starter.reserve(config, derived, run_dir, stack)
     say(f"starting {derived.ranks} trainer rank(s) and {derived.engines} engine(s)")
-    trainers = starter.group("trainer", worker_settings(config, derived, inputs.model_path), range(derived.ranks))
+    trainers = starter.group(
+        "trainer", worker_settings(config, derived, inputs.model_path, reference_path=inputs.reference_path), range(derived.ranks)
+    )
     reference = starter.reference(inputs.reference_path)
     critic = None
     if derived.critic_ranks:
@@ -168,7 +170,8 @@ async def start_offline_parts(
     """The same without engines, rewards and weight sync."""
     starter = await Starter.reserve(config, derived, run_dir, stack)
     say(f"starting {derived.ranks} trainer rank(s)")
-    settings = worker_settings(config, derived, inputs.model_path, head="value" if inputs.algorithm.score_head else "logprob")
+    head: Head = "value" if inputs.algorithm.score_head else "logprob"
+    settings = worker_settings(config, derived, inputs.model_path, head=head, reference_path=inputs.reference_path)
     trainers = starter.group("trainer", settings, range(derived.ranks))
     reference = starter.reference(inputs.reference_path)
     starting = [group.setup(config.schedule.start_timeout_s) for group in (trainers, reference) if group is not None]

@@ -7,7 +7,7 @@ engine take turns: the trainer's states are in host memory while engines generat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlpost.planner.activations import Checkpointing, activation_lines, chunked_logits_lines, largest_tokens
@@ -84,6 +84,7 @@ def trainer_table(shape: ModelShape, setup: TrainerSetup, *, role: Role = "polic
     """A trainer rank's memory, of the policy or of a critic. ``offloaded``: colocated, its states are in host memory while engines
     generate. A critic takes no part in syncs, and has values in place of logits.
     """
+    shape = replace(shape, tied=True) if role == "critic" else shape  # a value head is in place of the output layer
     require_at_least(1, ranks=setup.ranks, logprob_chunk_tokens=setup.logprob_chunk_tokens)
     require_at_least(0, micro_batch_tokens=setup.micro_batch_tokens, adapters=setup.adapters)
     states, gathered = _states(shape, setup), _gathered_line(shape, setup)
@@ -152,6 +153,7 @@ def frozen_table(
 ) -> MemoryTable:
     """A model that only answers (reference, reward): its weights in ``phases``, and for logprobs one layer at work on ``tokens``."""
     require_at_least(1, ranks=ranks)
+    shape = replace(shape, tied=True) if role == "reward" else shape  # as a critic's
     weights = load_line(shape.parameters, bytes_per_parameter)
     shared = line("weights", weights.bytes / ranks, f"{weights.formula} / {ranks} ranks" if ranks > 1 else weights.formula)
     work = activation_lines(shape, tokens, checkpointing="offload")

@@ -162,8 +162,8 @@ def check_same_tokenizer(policy: Path, reward_model: Path, where: str) -> None:
         has = f"{other[token]!r} there" if token in other else "missing there"
         raise ConfigError(
             f"{where}: the tokenizer of {reward_model} is not that of the policy {policy}: {len(different)} of {len(own)} tokens differ, "
-            f"the first is {token}, {own[token]!r} here and {has}. A reward model scores the policy's exact tokens; "
-            "give one that was trained from a model with the same tokenizer"
+            f"the first is {token}, {own[token]!r} here and {has}. It is given the policy's exact tokens; "
+            "take one that was trained from a model with the same tokenizer"
         )
 
 

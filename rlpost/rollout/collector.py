@@ -134,7 +134,7 @@ class Collector:
     ) -> None:
         self.plan, self.prompts, self.cursor, self.buffer = plan, prompts, cursor, buffer
         self.refuses, self.most_refused = refuses, most_refused
-        self.refused = 0
+        self.refused: list[Group] = []
         """Groups that were replaced since the last :meth:`take_refused`."""
         self.rows: dict[int, tuple[int, int]] = {}
         """(epoch, prompt index) of each outstanding group, for the checkpoint."""
@@ -170,23 +170,24 @@ class Collector:
     async def _run(self, index: int, row: tuple[int, int]) -> None:
         group = await self._play(index, row)
         while self.refuses is not None and self.refuses(group):
-            self.refused += 1
-            if self.refused > self.most_refused:
+            self.refused.append(group)
+            if len(self.refused) > self.most_refused:
                 rewards = [trajectory.reward for trajectory in group.trajectories]
                 raise DataFailureError(
-                    f"{self.refused} groups for one step taught nothing (algorithm.filter.max_resampled allows {self.most_refused}): "
+                    f"{len(self.refused)} groups for one step taught nothing (algorithm.filter.max_resampled allows {self.most_refused}): "
                     f"their rewards are all equal, or their mean is out of bounds; the last ones: {rewards}. Look at the rollouts: the "
                     "task is too hard or too easy, or the reward function gives one value only"
                 )
+            del self.rows[index]  # rows stay in the order of the cursor
             row = self.rows[index] = self.cursor.next()
             self.buffer.dispatch(index)  # its tokens are of the present version
             group = await self._play(index, row)
         self.buffer.put(group)
         self._changed.set()
 
-    def take_refused(self) -> int:
+    def take_refused(self) -> list[Group]:
         """Groups that were replaced since the last call."""
-        refused, self.refused = self.refused, 0
+        refused, self.refused = self.refused, []
         return refused
 
     async def _play(self, index: int, row: tuple[int, int]) -> Group:
@@ -206,7 +207,7 @@ class Collector:
                 self._busy_since = None
 
         try:
-            return await run_group(self.plan, self.prompts[prompt_index], f"{index:08d}-{epoch}-{prompt_index}", index, generated)
+            return await run_group(self.plan, self.prompts[prompt_index], f"{epoch}-{prompt_index}", index, generated)
         finally:
             if counted:
                 generated()
@@ -256,7 +257,9 @@ class Collector:
                 await asyncio.wait_for(self._changed.wait(), min(1.0, max(0.01, deadline - time.perf_counter())))
             except TimeoutError:
                 continue
-        batch = self.buffer.take()
+        # By the cursor, not by index: which index a replacement has depends on who finished first.
+        order = {index: place for place, index in enumerate(self.rows)}
+        batch = sorted(self.buffer.take(), key=lambda group: order[group.index])
         for group in batch:
             self.rows.pop(group.index)
         return batch

@@ -74,13 +74,14 @@ def load_policy(
             source = load_with_head(path, trust_remote_code)
         elif mesh.get_rank() == 0:
             source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            check_output_layer(source, path)
         model_config._attn_implementation = implementation
+        no_dropout(model_config)
         with torch.device("meta"):
             model = kind.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        what = f"model.path={path!r}" if head == "logprob" else repr(path)
         kind_name = "causal language model" if head == "logprob" else "model with a value head"
-        raise ConfigError(f"{what} cannot be loaded as a {kind_name}: {error}") from error
+        raise ConfigError(f"{path!r} cannot be loaded as a {kind_name}: {error}") from error
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     replace_norms(model)
@@ -100,6 +101,32 @@ def load_policy(
     scatter_weights(model, source, device)
     model.train()
     return model
+
+
+def no_dropout(config: Any) -> None:
+    """Switch dropout off: with it the logprobs of one policy would differ from forward to forward, and ratios from 1."""
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, int | float):
+            setattr(config, name, 0.0)
+
+
+@torch.no_grad()
+def check_output_layer(model: Any, path: str) -> None:
+    """Raises ConfigError unless a logit is what the weight ``lm_head`` says of the last hidden state, which is all that we compute.
+
+    Found by asking the model, not by its name: some scale or cut their logits, or have a bias.
+    """
+    model.eval()
+    tokens = torch.arange(4)[None]
+    same = hasattr(model, "model") and hasattr(model, "lm_head")
+    if same:
+        ours = model.model(input_ids=tokens, use_cache=False).last_hidden_state @ model.lm_head.weight.t()
+        same = torch.allclose(ours, model(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+    if not same:
+        raise ConfigError(
+            f"{path}: {type(model).__name__} makes its logits by more than one matrix product of body `model` and output layer `lm_head` "
+            "(they are scaled or cut, or have a bias), so its logprobs would be wrong here; use another architecture"
+        )
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:

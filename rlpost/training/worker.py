@@ -268,16 +268,17 @@ class _Tally:
         self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
 
     def add_part(self, part: Part) -> None:
-        """What a loss component reports, averaged as its loss is."""
+        """What a loss component reports: means by the weights of its loss (whose denominator may be another number: a constant, pairs)."""
         for name, values in {**part.term.means, **part.means}.items():
-            self._sum(f"mean/{name}", (part.weight * values.detach()).sum() / part.denominator)
+            self._sum(f"mean/{name}", (part.weight * values.detach()).sum())
+            self._sum(f"weight/{name}", part.weight.sum())
         for name, values in part.term.maxima.items():
             if len(values):
                 self._max(name, values.max())
 
     def add_targets(self, output: models.TargetOutput, loss: torch.Tensor, engine: torch.Tensor | None) -> None:
         """The loss, the mean entropy of the targets, and how far trainer and engine are apart."""
-        self._sum("mean/loss", loss.detach())
+        self._sum("loss", loss.detach())
         if output.values is None:
             self._sum("entropy", output.entropy.detach().sum())
         self._sum("tokens", float(output.entropy.numel()))
@@ -300,7 +301,9 @@ class _Tally:
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in part_maxima.items():
                 maxima[name] = max(maxima.get(name, float("-inf")), value)
-        metrics = {f"train/{name.removeprefix('mean/')}": value for name, value in sums.items() if name.startswith("mean/")}
+        metrics = {f"train/{name}": total / sums[f"weight/{name}"] for name, total in _with_prefix(sums, "mean/") if sums[f"weight/{name}"]}
+        if "loss" in sums:
+            metrics["train/loss"] = sums["loss"]
         metrics["train/tokens"] = tokens = sums.get("tokens", 0.0)
         if tokens and "entropy" in sums:
             metrics["train/entropy"] = sums["entropy"] / tokens
@@ -310,6 +313,10 @@ class _Tally:
             metrics["parity/logprob_abs_max"] = maxima.pop("parity")
         metrics.update({f"train/{name}": value for name, value in maxima.items()})
         return metrics
+
+
+def _with_prefix(sums: dict[str, float], prefix: str) -> list[tuple[str, float]]:
+    return [(name.removeprefix(prefix), value) for name, value in sums.items() if name.startswith(prefix)]
 
 
 def sum_anchor(output: models.TargetOutput) -> torch.Tensor:

@@ -57,7 +57,7 @@ def numbers(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Logprobs of the policy, of an older policy and of a reference ``[targets]``, far enough apart that every clip is hit."""
     random = np.random.default_rng(seed)
     policy = -random.exponential(size=TOKENS) - 0.05
-    return policy, policy + 0.4 * random.normal(size=TOKENS), policy + 0.5 * random.normal(size=TOKENS)
+    return policy, policy + 0.8 * random.normal(size=TOKENS), policy + 0.5 * random.normal(size=TOKENS)
 
 
 def padded(values: Any, fill: float = 0.0) -> torch.Tensor:

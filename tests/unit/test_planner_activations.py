@@ -145,7 +145,7 @@ def test_impossible_inputs_of_gpt_activations_are_refused(changes: dict[str, Any
 
 
 def test_a_trainer_that_keeps_scores_is_refused_because_ours_cannot() -> None:
-    with pytest.raises(ConfigError, match="checkpointing='none'.*selective, full, offload"):
+    with pytest.raises(ConfigError, match=r"checkpointing='none'.*selective, full, offload"):
         activations.activation_lines(SHAPE, 10, checkpointing="none")
 
 

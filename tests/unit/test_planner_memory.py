@@ -15,6 +15,9 @@ from rlpost.types import ConfigError
 SHAPE = load_shape("150m")
 RECIPE = memory.RECIPES["adamw"]
 TRAINER = roles.TrainerSetup(ranks=2, recipe=RECIPE, micro_batch_tokens=8192)
+ANSWERING: tuple[roles.Phase, ...] = ("logprob",)
+VALUED: tuple[roles.Role, ...] = ("policy", "critic")
+ANSWERING_ROLES: tuple[roles.Role, ...] = ("reference", "reward")
 ENGINE = roles.EngineSetup(kv_tokens=100_000, graphs_bytes=2**28)
 
 
@@ -136,8 +139,17 @@ def test_a_critic_has_neither_logits_nor_a_part_in_the_sync() -> None:
     assert "sync buckets" not in names(critic, "sync")
 
 
+def test_models_with_a_value_head_have_no_output_layer() -> None:
+    """150m is tied, so there is nothing to save; a model that is not loses its output layer."""
+    untied = replace(SHAPE, tied=False)
+    states = [roles.trainer_table(untied, TRAINER, role=role).phase_bytes("checkpoint") for role in VALUED]
+    assert states[0] - states[1] == untied.vocabulary * untied.hidden * 16 // 2
+    frozen = [roles.frozen_table(untied, 1, role=role).phase_bytes("update") for role in ANSWERING_ROLES]
+    assert frozen[0] - frozen[1] == untied.vocabulary * untied.hidden * 2
+
+
 def test_a_reference_is_there_in_its_phases_only() -> None:
-    table = roles.frozen_table(SHAPE, 1024, role="reference", ranks=2, bytes_per_parameter=4, phases=("logprob",))
+    table = roles.frozen_table(SHAPE, 1024, role="reference", ranks=2, bytes_per_parameter=4, phases=ANSWERING)
     assert table.phase_bytes("logprob") > table.phase_bytes("update") == 0
     assert table.entries[0].lines[0].bytes == SHAPE.parameters * 2
 

@@ -127,11 +127,7 @@ def config(**changes: Any) -> dict[str, Any]:
 def test_what_the_formulas_do_not_cover_or_cannot_be_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         shape_from_config(config(**changes), "a/config.json")
-    for word in [
-        *words,
-        "num_key_value_heads" if "num_key_value_heads=4" in words else "a/config.json" if "hidden_size=96" not in words else "",
-    ]:
-        assert word in str(raised.value)
+    assert all(word in str(raised.value) for word in words)
 
 
 def test_a_window_that_qwen_states_but_does_not_use_is_no_reason_to_refuse() -> None:
@@ -145,7 +141,7 @@ def test_a_directory_and_a_file_give_the_same_shape_and_their_absence_is_refused
     assert load_shape(str(tmp_path)).parameters == load_shape(str(tmp_path / "config.json")).parameters
     for content in ("{", "[]"):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ConfigError, match="config.json"):
+        with pytest.raises(ConfigError, match=r"config\.json"):
             load_shape(str(tmp_path))
 
 
