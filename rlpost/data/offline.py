@@ -31,18 +31,20 @@ class RawRow:
     margin: float | None = None
 
 
-def load_rows(source: str, kind: DataKind, config: DataConfig, limit: int | None = None) -> list[RawRow]:
+def load_rows(source: str, kind: DataKind, config: DataConfig, limit: int | None = None, *, margins: bool = True) -> list[RawRow]:
     """All rows of ``source`` (a .jsonl or .parquet file, ``hf:`` or ``embedded:``) in its order; ``limit`` keeps the first N.
+
+    Without ``margins`` the column of that name is not read: it may be anything, for who compares pairs without one.
 
     Raises:
         ConfigError: the source cannot be read or is empty, or a row cannot be used; names the row.
     """
-    return [_read(row, row_id, kind, config) for row_id, row in identified_rows(source, config.id_field, limit)]
+    return [_read(row, row_id, kind, config, margins) for row_id, row in identified_rows(source, config.id_field, limit)]
 
 
-def _read(row: Row, row_id: str, kind: DataKind, config: DataConfig) -> RawRow:
+def _read(row: Row, row_id: str, kind: DataKind, config: DataConfig, margins: bool) -> RawRow:
     if kind == "pair":
-        return RawRow(row_id=row_id, place=row.place, answers=pair(row, config), margin=margin(row, config))
+        return RawRow(row_id=row_id, place=row.place, answers=pair(row, config), margin=margin(row, config) if margins else None)
     if kind == "labelled":
         return RawRow(row_id=row_id, place=row.place, answers={"answer": completion(row, config)}, wanted=label(row, config))
     return RawRow(row_id=row_id, place=row.place, answers={"answer": conversation(row, config)})

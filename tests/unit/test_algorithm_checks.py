@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_config_checks import clean_config, refusal
 
+from rlpost.algorithms.catalogue import make_algorithm
+from rlpost.algorithms.protocol import RunFacts
+from rlpost.config.algorithm_checks import warn_algorithm
 from rlpost.config.algorithms import OFFLINE, ONLINE_DEFAULTS
 from rlpost.config.checks import check
-from rlpost.config.schema import RewardConfig, RunConfig
+from rlpost.config.load import load_config
+from rlpost.config.schema import AlgorithmConfig, RewardConfig, RunConfig
+from rlpost.types import ConfigError
 
 Settings = dict[str, Any]
 """Keys of ``algorithm`` with ``__`` for dots; those of other sections begin with a slash."""
@@ -45,6 +51,42 @@ CASES: list[tuple[str, Settings, list[str], Settings]] = [
         {"old_logprobs": "current", "/schedule__max_staleness": 1},
         ["schedule.max_staleness=1", "algorithm.old_logprobs=auto"],
         {"old_logprobs": "engine", "/schedule__max_staleness": 1},
+    ),
+    *[
+        (
+            f"nothing corrects {cause}",
+            {"name": "rloo", **settings},
+            [f"algorithm.policy_loss=reinforce with {cause}", "set algorithm.policy_loss=policy_clip, or stay on-policy"],
+            {"name": "rloo", "policy_loss": "policy_clip", **settings},
+        )
+        for cause, settings in (("algorithm.minibatches=2", {"minibatches": 2}), ("algorithm.epochs=3", {"epochs": 3}))
+    ],
+    (
+        "nothing corrects stale samples",
+        {"name": "remax", "/schedule__max_staleness": 1},
+        ["algorithm.policy_loss=reinforce with schedule.max_staleness=1", "policy_clip or algorithm.correction.level=token"],
+        {"name": "remax", "/schedule__max_staleness": 1, **TOKEN},
+    ),
+    # kind
+    ("an online name that is said to be offline", {"kind": "offline"}, ["algorithm.name=grpo, which samples", "kind=auto"], {}),
+    (
+        "an offline name that is said to be online",
+        {"name": "sft", "kind": "online"},
+        ["algorithm.name=sft, which learns from data", "set algorithm.kind=auto"],
+        {"name": "sft", "kind": "offline"},
+    ),
+    # options of the loss
+    (
+        "an option that is misspelt",
+        {"name": "sapo", "options": {"temprature_positive": 2.0}},
+        ["algorithm.options.temprature_positive is no option of", "sapo", "any of temperature_positive, temperature_negative"],
+        {"name": "sapo", "options": {"temperature_positive": 2.0}},
+    ),
+    (
+        "an option of a loss that takes none",
+        {"options": {"temperature_positive": 2.0}},
+        ["no option of algorithm.policy_loss=policy_clip: it takes none", "remove it"],
+        {"policy_loss": "my_losses.py:mine", "options": {"temperature_positive": 2.0}},
     ),
     # advantage
     *[
@@ -83,6 +125,12 @@ CASES: list[tuple[str, Settings, list[str], Settings]] = [
         {**TEACHER, **KL, "kl_in": "reward"},
         ["algorithm.advantage=teacher", "set algorithm.kl_in=loss"],
         {**TEACHER, **KL},
+    ),
+    (
+        "dropped samples whose KL nobody computes",
+        {**KL, "kl_in": "reward", "filter__truncated": "drop"},
+        ["algorithm.filter.truncated=drop", "set algorithm.kl_in=loss or algorithm.filter.truncated=keep"],
+        {**KL, "kl_in": "reward", "filter__truncated": "drop", "name": "reinforce_pp"},
     ),
     ("a target without a start", {"kl_target": 0.1}, ["algorithm.kl_coefficient, which is 0", "start above 0"], {**KL, "kl_target": 0.1}),
     # reference
@@ -282,10 +330,39 @@ def test_offline_runs_need_neither_rewards_nor_settings_of_engines(name: str) ->
     check(config_of({"name": name, "/rewards": [], "/engine__block_size": 7, "/sampling__temperature": 0.0, "group_size": 1}))
 
 
+BARE: Settings = {"/rewards": []}
+UNREAD: list[tuple[str, str, Any, Settings]] = [
+    ("grpo", "gamma", 0.9, {}),
+    ("grpo", "gae_lambda", 0.9, {}),
+    ("reinforce_pp", "gae_lambda", 0.9, {}),
+    ("grpo", "critic__warmup_steps", 5, {}),
+    ("grpo", "critic__lr", 1e-5, {}),
+    ("grpo", "preference__beta", 3.0, {}),
+    ("sft", "clip_high", 0.5, BARE),
+    ("sft", "preference__beta", 0.5, BARE),
+    ("dpo", "kl_coefficient", 0.1, BARE),
+    ("dpo", "shaping__length_penalty", 0.1, BARE),
+    ("dpo", "filter__zero_variance", "drop", BARE),
+    ("dpo", "correction__high", 3.0, BARE),
+    ("simpo", "preference__likelihood", 0.3, BARE),
+    ("orpo", "preference__label_smoothing", 0.1, BARE),
+    ("kto", "preference__margin", 1.0, BARE),
+    ("reward_model", "preference__beta", 0.5, BARE),
+]
+"""Name, key, a value that is not the default, and what keeps the configuration free of other warnings."""
+
 WARNED: list[tuple[str, Settings, str]] = [
     ("rewards of an offline run", {"name": "sft"}, "rewards are not used: algorithm.name=sft"),
     ("a second copy beside adapters", {**KL, "/training__lora__rank": 4}, "adapters_off gives the same without"),
     ("a critic's advantages at the scale of rewards", {"name": "ppo"}, "algorithm.shaping.whiten=true"),
+    *[
+        (
+            f"{key} of {name}",
+            {"name": name, key: value, **extra},
+            f"algorithm.{key.replace('__', '.')} is not read by algorithm.name={name}",
+        )
+        for name, key, value, extra in UNREAD
+    ],
 ]
 QUIET: list[Settings] = [
     {"name": "sft", "/rewards": []},
@@ -293,6 +370,12 @@ QUIET: list[Settings] = [
     {**KL, "reference_path": "embedded:tiny", "/training__lora__rank": 4},
     {"/training__lora__rank": 4},
     {"name": "ppo", "shaping__whiten": True},
+    {"name": "ppo", "shaping__whiten": True, "gamma": 0.9, "gae_lambda": 0.9, "critic__warmup_steps": 5, "critic__lr": 1e-5},
+    {"name": "reinforce_pp", "gamma": 0.9},
+    {"name": "dpo", **BARE, "preference__likelihood": 0.3, "preference__label_smoothing": 0.1},
+    {"name": "kto", **BARE, "preference__desirable": 2.0, "preference__undesirable": 2.0, "preference__beta": 0.3},
+    {"name": "reward_model", **BARE, "preference__margin": 1.0, "preference__centering": 0.1},
+    {"name": "my_pkg.mine:Mine", "gamma": 0.9, "gae_lambda": 0.9, "preference__beta": 3.0},
 ]
 
 
@@ -310,3 +393,28 @@ def test_what_is_meant_is_not_warned_of(settings: Settings) -> None:
 def test_a_teacher_needs_no_reward_and_takes_one() -> None:
     check(config_of({**TEACHER, "/rewards": []}))
     check(config_of({**TEACHER, "/rewards": [RewardConfig(function="exact_match")]}))
+
+
+@pytest.mark.parametrize("preset", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_preset_is_told_that_a_setting_of_its_own_is_not_read_and_one_more_is_named(preset: Path) -> None:
+    def unread() -> list[str]:
+        return [warning for warning in warn_algorithm(config) if "is not read" in warning]
+
+    config = load_config([f"config={preset}"]).config
+    assert unread() == []
+    name = "margin" if config.algorithm.name == "kto" else "desirable"
+    setattr(config.algorithm.preference, name, 9.0)
+    assert unread() == [f"algorithm.preference.{name} is not read by algorithm.name={config.algorithm.name}"]
+
+
+@pytest.mark.parametrize("name", ["policy_clipp", "kl", "entropy", "preference"])
+def test_a_name_that_no_policy_loss_has_is_refused_before_anything_starts(name: str) -> None:
+    """Also the name of another term: a KL as policy loss would train, towards nothing that was asked for."""
+    expected = rf"no policy loss is named '{name}' \(algorithm\.policy_loss\); expected policy_clip, .*sapo.* or `package\.module:function`"
+    with pytest.raises(ConfigError, match=expected):
+        make_algorithm(AlgorithmConfig(policy_loss=name), RunFacts(max_new_tokens=8))
+
+
+@pytest.mark.parametrize("name", [*sorted({str(one["policy_loss"]) for one in ONLINE_DEFAULTS.values()}), "my_losses.py:mine"])
+def test_policy_losses_of_the_catalogue_and_of_the_users_own_are_taken(name: str) -> None:
+    make_algorithm(AlgorithmConfig(policy_loss=name), RunFacts(max_new_tokens=8))

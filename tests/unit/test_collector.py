@@ -422,6 +422,67 @@ def test_a_refused_group_is_replaced_under_its_index_by_the_next_prompt_and_coun
     collect(scenario, refuses=of_prompts("p0", "p2"), most_refused=2)
 
 
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_the_same_batches_seeds_and_cursor_for_every_order_in_which_groups_finish(prompts: int) -> None:
+    """Dynamic sampling with 20 orders, 3 steps each: without it a run could not be repeated, nor resumed as it went."""
+
+    def steps_of(order: int) -> tuple[Any, ...]:
+        luck, version, seeds, cursor = random.Random(order), 0, dict[str, int | None](), Cursor()
+
+        async def some_time(request: GenerateRequest) -> GenerateResult:
+            seeds[request.request_id] = request.seed
+            await asyncio.sleep(luck.random())
+            return replace(await generate(request), versions=np.full(2, version))
+
+        def refuses(group: Group) -> bool:
+            """As rewards do, by what the seeds made the engine sample."""
+            return sum(seeds[trajectory.trajectory_id + ".0"] or 0 for trajectory in group.trajectories) % 2 == 0
+
+        async def train() -> list[Any]:
+            nonlocal version
+            buffer = StalenessBuffer(prompts, 0)
+            collector = Collector(plan(generate=some_time), PROMPTS, cursor, buffer, refuses=refuses, most_refused=1000)
+            found: list[Any] = []
+            for step in range(3):
+                version = buffer.version = step
+                collector.fill()
+                batch = await collector.take(1e9)
+                assert batch is not None
+                found.append(([group.group_id for group in batch], {group.group_id for group in collector.take_refused()}, cursor.count))
+            await collector.close()
+            return found
+
+        return play(train()), seeds
+
+    first, *others = [steps_of(order) for order in range(20)]
+    assert sum(len(refused) for _, refused, _ in first[0]) > 0, "nothing was refused, so nothing is tested"
+    assert all(other == first for other in others)
+
+
+def test_refused_groups_come_back_with_their_failures() -> None:
+    """A reward that fails for whole groups makes them refused; uncounted, such failures would never end the run."""
+
+    async def fails_for_two(items: Sequence[RewardItem]) -> Sequence[RewardOutcome]:
+        if items[0].prompt_id not in ("p0", "p2"):
+            return await score(items)
+        failure = Failure(kind="raised", where="f", message="KeyError: 'answer'")
+        return [RewardOutcome(trajectory_id=item.trajectory_id, value=None, failure=failure) for item in items]
+
+    async def scenario(collector: Collector) -> None:
+        collector.fill()
+        batch = await collector.take(10)
+        assert batch is not None
+        assert all(trajectory.failure is None for group in batch for trajectory in group.trajectories)
+        refused = collector.take_refused()
+        assert [group.prompt.prompt_id for group in refused] == ["p0", "p2"]
+        failures = [trajectory.failure for group in refused for trajectory in group.trajectories]
+        assert [(failure.kind, failure.where) if failure else None for failure in failures] == [("raised", "f")] * 4
+        assert collector.take_refused() == []
+
+    refuses: Callable[[Group], bool] = lambda group: all(trajectory.reward is None for trajectory in group.trajectories)  # noqa: E731
+    collect(scenario, refuses=refuses, most_refused=2, score=fails_for_two)
+
+
 def test_without_a_filter_nothing_is_refused() -> None:
     async def scenario(collector: Collector) -> None:
         collector.fill()

@@ -119,6 +119,14 @@ def test_bad_row_is_named_by_file_and_line(tmp_path: Path, kind: DataKind, row: 
         load_rows(source, kind, data())
 
 
+def test_a_column_that_happens_to_be_named_margin_is_no_reason_to_refuse_pairs_that_need_none(tmp_path: Path) -> None:
+    """Only a reward model reads it, and the name is a default that nobody chose."""
+    source = write(tmp_path / "a.jsonl", [{**PAIR, "margin": "slightly better"}, {**PAIR, "margin": 2.0}])
+    assert [row.margin for row in load_rows(source, "pair", data(), margins=False)] == [None, None]
+    with pytest.raises(ConfigError, match=r"column 'margin': found 'slightly better'"):
+        load_rows(source, "pair", data())
+
+
 def test_parquet_rows_are_named_and_read_like_json(tmp_path: Path) -> None:
     """Parquet gives all messages the same keys, null where they had none."""
     rows = [

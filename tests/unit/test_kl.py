@@ -141,3 +141,17 @@ def test_a_resumed_controller_continues_with_its_coefficient() -> None:
     first.update(0.1)
     second.update(0.1)
     assert second.coefficient == first.coefficient > 0.3
+
+
+@pytest.mark.parametrize(
+    ("target", "stored", "present"),
+    [(None, 0.0, 0.1), (None, 0.3, 0.1), (0.01, 0.0, 0.1)],
+    ids=["fixed, switched on", "fixed, another", "steered from 0"],
+)
+def test_a_resume_takes_the_configurations_coefficient_unless_it_was_steered(target: float | None, stored: float, present: float) -> None:
+    """A fixed one of the checkpoint would undo the user's change without a word; steering multiplies, so from 0 it would stay 0."""
+    controller = KlController(present, target, 10)
+    controller.restore({"coefficient": stored})
+    assert controller.coefficient == present
+    controller.update(1.0)
+    assert (controller.coefficient > present) == (target is not None)

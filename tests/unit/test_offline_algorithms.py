@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from rlpost.algorithms.catalogue import find_terms, make_offline_algorithm
 from rlpost.algorithms.losses import Targets, total_loss
 from rlpost.algorithms.protocol import OfflineAlgorithm, OfflineBatch, OfflineRow, TokenSequence
-from rlpost.config.algorithms import OFFLINE, WITH_REFERENCE, with_defaults
-from rlpost.config.schema import AlgorithmConfig, PreferenceConfig
+from rlpost.config.algorithms import OFFLINE, WITH_REFERENCE, is_offline, with_defaults
+from rlpost.config.derive import resolve_reference
+from rlpost.config.schema import AlgorithmConfig, PreferenceConfig, RunConfig
 from rlpost.training.packing import MicroBatch, pack
 from rlpost.types import MAIN_WEIGHT, ConfigError, LossTerms
 
@@ -308,3 +310,26 @@ def test_every_offline_name_says_what_it_needs() -> None:
     assert [name for name, algorithm in found.items() if algorithm.together] == ["dpo", "simpo", "orpo", "reward_model"]
     assert [name for name, algorithm in found.items() if algorithm.score_head] == ["reward_model"]
     assert tuple(name for name, algorithm in found.items() if algorithm.needs_reference) == WITH_REFERENCE
+
+
+OWN = """
+from rlpost.algorithms.offline import DirectPreference
+
+class Own(DirectPreference):
+    pass
+"""
+
+
+def test_an_offline_class_of_the_users_own_is_one_by_its_kind(tmp_path: Path) -> None:
+    """Its name says nothing; taken for an online one, it would be asked for groups and get engines."""
+    (tmp_path / "own.py").write_text(OWN)
+    config = AlgorithmConfig(name=f"{tmp_path / 'own.py'}:Own", kind="offline")
+    assert is_offline(config)
+    assert not is_offline(replace(config, kind="auto"))
+    assert resolve_reference(RunConfig(algorithm=config)) == "initial", "its loss may read reference logprobs"
+    own, built_in = make_offline_algorithm(config), make("dpo")
+    assert type(own).__name__ == "Own"
+    rows = rows_of("pair")
+    terms = own.terms(rows)
+    assert [term.trajectory_id for term in terms.terms] == [f"{row.row_id}/{name}" for row in rows for name in ("chosen", "rejected")]
+    assert loss_of(own, terms) == pytest.approx(loss_of(built_in, built_in.terms(rows)), rel=TOLERANCE)

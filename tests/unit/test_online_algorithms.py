@@ -114,7 +114,7 @@ PAPERS: Mapping[str, tuple[str, str, str]] = {
     "gmpo": ("group_std", "gmpo", "sequence_mean"),
     "cispo": ("group_std", "cispo", "token_mean"),
     "sapo": ("group_std", "sapo", "sequence_mean"),
-    "rloo": ("leave_one_out", "reinforce", "sequence_mean"),
+    "rloo": ("leave_one_out", "reinforce", "constant"),
     "reinforce_pp": ("batch", "policy_clip", "token_mean"),
     "reinforce_pp_baseline": ("batch_baseline", "policy_clip", "token_mean"),
     "remax": ("greedy", "reinforce", "token_mean"),

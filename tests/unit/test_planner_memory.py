@@ -81,7 +81,7 @@ def test_kv_of_a_token_shrinks_with_tensor_parallelism_until_each_gpu_has_one_he
 
 def test_capacity_is_what_the_share_leaves_beside_the_weights_and_concurrency_its_quotient() -> None:
     weights, each = SHAPE.parameters * 2, memory.kv_bytes_per_token(SHAPE)
-    capacity = memory.kv_capacity_tokens(SHAPE, gpu_bytes=2 * (weights + 1000 * each + 64), memory_share=0.5, other_bytes=64)
+    capacity = memory.kv_capacity_tokens(SHAPE, gpu_bytes=2 * (weights + 1010 * each), memory_share=0.5, other_bytes=10 * each)
     assert capacity == 1000
     assert memory.concurrency(capacity, 300) == 3
 

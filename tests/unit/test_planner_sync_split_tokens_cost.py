@@ -131,7 +131,7 @@ def test_packing_keeps_every_sequence_and_overfills_no_row() -> None:
 def test_sorting_and_packing_each_fill_more_than_mixed_batches() -> None:
     lengths = timing.long_tailed_lengths(200, median=50, percentile_99=300, most=500)
     assert tokens.padded_occupancy(lengths, 8) < 0.6
-    assert tokens.padded_occupancy(lengths, 8, by_length=True) > 0.9
+    assert tokens.padded_occupancy(lengths, 8, by_length=True) > 0.8
     assert tokens.packed_occupancy(lengths, 1024) > 0.9
     assert tokens.padded_occupancy([7] * 9, 4) == 1.0
 
@@ -169,6 +169,7 @@ AGENT = {"prompt": 10, "action": 1, "observation": 1, "turns": 2, "group": 2, "r
         (lambda: sync.delta_bytes(1, 0.1, 0), "bytes_per_change=0"),
         (lambda: sync.mean_bytes_with_keyframes(1, 1, 0), "keyframe_every=0"),
         (lambda: sync.link_line("x", 1, 0), "bytes_per_second=0"),
+        (lambda: sync.link_line("x", float("inf"), 1), "size_bytes=inf"),
         (lambda: sync.link_line("x", 1, 1, -1), "overhead_s=-1"),
         (lambda: sync.disk_line(1, 1, 0), "read_bytes_per_second=0"),
         (lambda: sync.break_even_bytes_per_second(2, 1, -1), "delta_overhead_s=-1"),

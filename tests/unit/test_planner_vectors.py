@@ -248,6 +248,7 @@ def test_a_10k_prompt_with_10_answers_of_1k_is_82_percent_duplicate() -> None:
 def test_a_prompt_shorter_than_a_hybrid_block_of_528_tokens_hits_nothing() -> None:
     assert tokens.prefix_hit_tokens(500, 528) == 0
     assert tokens.prefix_hit_tokens(500, 16) == 496
+    assert tokens.prefix_hit_tokens(512, 16) == 496  # the last token is always computed
 
 
 def test_hugging_face_lengths_4_8_5_11_fill_63_6_percent_and_gain_1_57() -> None:

@@ -3,7 +3,7 @@
 Both are optional, so these tests are skipped where they are not installed. Without touching an environment:
 
     pip install --target PEERS --no-deps trl==1.16.0 accelerate==1.15.0 openrlhf==0.11.2
-    PYTHONPATH=PEERS python -m pytest tests/unit/test_against_peers.py
+    PYTHONPATH=PEERS:tests/unit python -m pytest benchmarks/test_against_peers.py
 
 Their methods run on small namespaces instead of trainers; a fake model gives the logprobs. Where the two differ from us, or from each
 other, a test says so:
@@ -11,7 +11,7 @@ other, a test says so:
     what                              they                                ours, and why
     mean over micro-batches           TRL's losses of pairs and rows are  sums over global denominators: a gradient that does not depend
                                       means of means                      on the micro-batch size
-    ORPO's likelihood                 TRL trains the prompt too           the answer only: log P(y | x), Hong et al. 2024, eq. 2 and 6
+    ORPO's likelihood                 TRL trains the prompt too           the answer only: log P(y | x), Hong et al. 2024
     IPO                               OpenRLHF sums over tokens           means, like TRL, whose authors asked IPO's
     KTO's z                           TRL: of a micro-batch               of the whole step
     GAE over tokens of tools          OpenRLHF discounts by them          sampled tokens only: what a tool said is no step of the policy

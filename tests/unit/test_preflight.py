@@ -1,0 +1,119 @@
+"""Checks before anything starts: every other model reads the policy's tokens, and somebody answers what an algorithm asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_config_checks import clean_config
+
+from rlpost.algorithms.online import PolicyGradient
+from rlpost.config.checks import check
+from rlpost.config.schema import RewardConfig, RunConfig
+from rlpost.driver.preflight import check_forwards, check_tokenizers, preflight, run_facts
+from rlpost.types import ConfigError
+
+VOCABULARY = {"a": 0, "b": 1, "c": 2}
+
+ROLES: dict[str, dict[str, Any]] = {
+    "algorithm.reference_path": {"algorithm__kl_coefficient": 0.1},
+    "algorithm.critic.path": {"algorithm__name": "ppo"},
+    "rewards.1.model": {},
+}
+"""The keys of the models beside the policy, and what makes a run read them."""
+
+
+def model(directory: Path, vocabulary: dict[str, int]) -> str:
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    return str(directory)
+
+
+def with_model(key: str, path: str, **values: Any) -> RunConfig:
+    """A run whose model ``key`` is ``path``."""
+    if key.startswith("rewards"):
+        return clean_config(rewards=[RewardConfig(function="exact_match"), RewardConfig(model=path)], **values)
+    return clean_config(**ROLES[key], **{key.replace(".", "__"): path}, **values)
+
+
+@pytest.mark.parametrize("key", ROLES)
+@pytest.mark.parametrize("hub", [False, True])
+def test_a_model_with_another_tokenizer_is_refused_whatever_its_role(tmp_path: Path, key: str, hub: bool) -> None:
+    """It gets the policy's token numbers, and would read another text in them: a KL, a value or a score of nothing."""
+    policy = model(tmp_path / "policy", VOCABULARY)
+    check_tokenizers(with_model(key, model(tmp_path / "same", VOCABULARY), model__path=policy), hub=hub)
+    other = model(tmp_path / "other", {"a": 0, "c": 1, "b": 2})
+    with pytest.raises(ConfigError, match=rf"^{key}: .*other is not that of the policy .*2 of 3 tokens differ"):
+        check_tokenizers(with_model(key, other, model__path=policy), hub=hub)
+
+
+@pytest.mark.parametrize("key", ROLES)
+def test_a_dry_run_compares_with_an_embedded_model_on_either_side(tmp_path: Path, key: str) -> None:
+    other = model(tmp_path / "other", VOCABULARY)
+    with pytest.raises(ConfigError, match=rf"^{key}: the tokenizer of .*other is not that of the policy .*tiny-sort5"):
+        preflight(with_model(key, other, model__path="embedded:tiny-sort5"))
+    with pytest.raises(ConfigError, match=rf"^{key}: the tokenizer of .*tiny-sort5 is not that of the policy .*other"):
+        check_tokenizers(with_model(key, "embedded:tiny-sort5", model__path=other), hub=False)
+
+
+def test_the_reference_of_an_offline_run_is_compared_and_its_reward_models_are_not_read(tmp_path: Path) -> None:
+    policy, other = model(tmp_path / "policy", VOCABULARY), model(tmp_path / "other", {"b": 0})
+    offline: dict[str, Any] = {"algorithm__name": "dpo", "model__path": policy}
+    check_tokenizers(with_model("rewards.1.model", other, **offline), hub=False)
+    with pytest.raises(ConfigError, match=r"^algorithm\.reference_path: "):
+        check_tokenizers(clean_config(**offline, algorithm__reference_path=other), hub=False)
+
+
+@pytest.mark.parametrize("key", ROLES)
+def test_a_missing_directory_is_named_with_its_key_before_ray_starts(tmp_path: Path, key: str) -> None:
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=rf"{key}.*{missing}"):
+        check(with_model(key, missing))
+    check_tokenizers(with_model(key, missing, model__path=model(tmp_path / "policy", VOCABULARY)), hub=False)
+
+
+# ---- what a class of the user's own asks for -----------------------------------------------------------------------
+
+
+class Asking(PolicyGradient):
+    """Reads what no setting says that it does."""
+
+    asks = frozenset[str]()
+
+    @property
+    def forwards(self) -> frozenset[str]:
+        return self.asks
+
+
+@pytest.mark.parametrize(
+    ("forward", "message", "mended"),
+    [
+        ("values", "reads values, and there is no critic: set algorithm.advantage=gae", {"algorithm__advantage": "gae"}),
+        ("reference", "there is no reference: set algorithm.kl_coefficient above 0", {"algorithm__kl_coefficient": 0.1}),
+    ],
+)
+def test_a_class_of_ones_own_that_names_a_forward_nobody_answers_is_refused(forward: str, message: str, mended: dict[str, Any]) -> None:
+    """Values would be None in its advantages, after the first rollouts."""
+    config = clean_config(algorithm__name="mine.py:Mine")
+    algorithm = Asking(config.algorithm, run_facts(config))
+    check_forwards(algorithm, config)
+    algorithm.asks = frozenset({forward})
+    with pytest.raises(ConfigError, match=rf"^mine\.py:Mine .*{message}"):
+        check_forwards(algorithm, config)
+    check_forwards(algorithm, clean_config(algorithm__name="mine.py:Mine", **mended))
+
+
+def test_a_dry_run_asks_that_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import test_preflight\nclass Mine(test_preflight.Asking):\n    asks = frozenset({'values'})\n")
+    with pytest.raises(ConfigError, match="there is no critic"):
+        preflight(clean_config(algorithm__name=f"{file}:Mine"))
+
+
+@pytest.mark.parametrize(("environment", "tokens"), [("single_turn", 64), ("tests/tools.py:Tools", 5 * 64)])
+def test_a_sample_of_several_turns_may_be_as_long_as_all_of_them(environment: str, tokens: int) -> None:
+    """Else overlong shaping punishes every long conversation, and a constant denominator is too small for it."""
+    config = clean_config(environment__name=environment, environment__max_turns=5, sampling__max_new_tokens=64)
+    assert run_facts(config).max_new_tokens == tokens
