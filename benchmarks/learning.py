@@ -2,9 +2,9 @@
 
     python -m benchmarks.learning [--algorithms grpo,dpo,...] [--seeds 3] [--steps 30] [--runs DIRECTORY]
 
-Online presets are cut to ``--steps`` steps; what counts is the sampled reward, mean of the first and the last 5 steps, and the greedy reward on
-held-out prompts before and after. Offline presets run as they are; what counts is the loss and the share of held-out pairs (kto: answers) that
-are ranked rightly. Runs that DIRECTORY holds already are not made again. The last line printed is one JSON object.
+Online presets are cut to ``--steps`` steps; what counts is the sampled reward, mean of the first and the last 5 steps, and the greedy
+reward on held-out prompts before and after. Offline presets run as they are; what counts is the loss and the share of held-out pairs
+(kto: answers) that are ranked rightly. Runs that DIRECTORY holds already are not made again. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
