@@ -106,8 +106,10 @@ def load_offline_inputs(config: RunConfig) -> OfflineInputs:
     """Load rows, tokenizer and algorithm. Raises ConfigError for what a newcomer gets wrong."""
     algorithm = make_offline_algorithm(config.algorithm)
     kind, data = algorithm.data_kind, config.data
-    raw = load_rows(data.train, kind, data, data.limit)
-    raw_held_out = load_rows(data.evaluation, kind, data, config.evaluation.prompts) if data.evaluation and config.evaluation.every else []
+    raw = load_rows(data.train, kind, data, data.limit, margins=algorithm.score_head)
+    raw_held_out = []
+    if data.evaluation and config.evaluation.every:
+        raw_held_out = load_rows(data.evaluation, kind, data, config.evaluation.prompts, margins=algorithm.score_head)
     model_path = local_model(config.model.path)
     tokenizer = PromptTokenizer(model_path, config.model.chat_template, config.model.trust_remote_code)
     check_tokenizers(config, hub=True)

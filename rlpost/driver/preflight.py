@@ -120,7 +120,8 @@ def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
 
 
 def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
-    kind, data = make_offline_algorithm(config.algorithm).data_kind, config.data
+    algorithm, data = make_offline_algorithm(config.algorithm), config.data
+    kind = algorithm.data_kind
     sources = {"data.train": (data.train, data.limit)}
     if data.evaluation is not None and config.evaluation.every:
         sources["data.evaluation"] = (data.evaluation, config.evaluation.prompts)
@@ -133,7 +134,7 @@ def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
         if source.startswith(HUB):
             warnings.append(f"{key}={source} is on a hub and not read in a dry run")
             continue
-        raw = load_rows(source, kind, data, limit)
+        raw = load_rows(source, kind, data, limit, margins=algorithm.score_head)
         rows[key] = len(raw)
         if counted:
             tokenizer = PromptTokenizer(path, config.model.chat_template, config.model.trust_remote_code)

@@ -121,7 +121,8 @@ def check_output_layer(model: Any, path: str) -> None:
     same = hasattr(model, "model") and hasattr(model, "lm_head")
     if same:
         ours = model.model(input_ids=tokens, use_cache=False).last_hidden_state @ model.lm_head.weight.t()
-        same = torch.allclose(ours, model(input_ids=tokens, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        same = bool((ours - logits).abs().max() <= 1e-4 * logits.abs().max())  # a logit near 0 has the rounding of a sum of large ones
     if not same:
         raise ConfigError(
             f"{path}: {type(model).__name__} makes its logits by more than one matrix product of body `model` and output layer `lm_head` "

@@ -32,6 +32,7 @@ def test_the_policys_schedule_leaves_out_the_steps_in_which_only_the_critic_lear
     config, derived = run(**PPO)
     policy, critic = worker_settings(config, derived, "model"), critic_settings(config, derived, "model")
     assert (policy.total_updates, critic.total_updates) == (36, 60)
+    assert policy.total_updates is not None
     optimizer = config.training.optimizer
     optimizer.decay, optimizer.final_ratio = "linear", 0.1
     assert learning_rate_factor(36, total=policy.total_updates, config=optimizer) == pytest.approx(0.1)

@@ -36,7 +36,7 @@ PURE = [
 """Packages and modules that must import neither Ray nor vLLM."""
 
 WITHOUT_TORCH = [
-    "types", "config", "data", "observe", "rewards", "environments", "plugins",
+    "types", "config", "data", "observe", "rewards", "environments", "plugins", "planner",
     "rollout.buffer", "rollout.collector", "training.packing", "driver.batch",
 ]  # fmt: skip
 """What the driver process loads before a run starts, or a reward worker does: torch costs seconds and memory there."""

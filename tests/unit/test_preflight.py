@@ -13,6 +13,7 @@ from rlpost.algorithms.online import PolicyGradient
 from rlpost.config.checks import check
 from rlpost.config.schema import RewardConfig, RunConfig
 from rlpost.driver.preflight import check_forwards, check_tokenizers, preflight, run_facts
+from rlpost.models.embedded import local_model
 from rlpost.types import ConfigError
 
 VOCABULARY = {"a": 0, "b": 1, "c": 2}
@@ -52,9 +53,10 @@ def test_a_model_with_another_tokenizer_is_refused_whatever_its_role(tmp_path: P
 @pytest.mark.parametrize("key", ROLES)
 def test_a_dry_run_compares_with_an_embedded_model_on_either_side(tmp_path: Path, key: str) -> None:
     other = model(tmp_path / "other", VOCABULARY)
+    local_model("embedded:tiny-sort5")  # a dry run looks only at what is on this machine
     with pytest.raises(ConfigError, match=rf"^{key}: the tokenizer of .*other is not that of the policy .*tiny-sort5"):
         preflight(with_model(key, other, model__path="embedded:tiny-sort5"))
-    with pytest.raises(ConfigError, match=rf"^{key}: the tokenizer of .*tiny-sort5 is not that of the policy .*other"):
+    with pytest.raises(ConfigError, match=rf"^{key}: the tokenizer of .*tiny-sort5.* is not that of the policy .*other"):
         check_tokenizers(with_model(key, "embedded:tiny-sort5", model__path=other), hub=False)
 
 
@@ -117,3 +119,13 @@ def test_a_sample_of_several_turns_may_be_as_long_as_all_of_them(environment: st
     """Else overlong shaping punishes every long conversation, and a constant denominator is too small for it."""
     config = clean_config(environment__name=environment, environment__max_turns=5, sampling__max_new_tokens=64)
     assert run_facts(config).max_new_tokens == tokens
+
+
+def test_a_column_that_happens_to_be_named_margin_refuses_a_reward_model_and_not_dpo(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "p", "chosen": "c", "rejected": "r", "margin": "slightly better"}))
+    local_model("embedded:tiny-sort5")
+    values: dict[str, Any] = {"model__path": "embedded:tiny-sort5", "data__train": str(file), "rewards": []}
+    assert preflight(clean_config(algorithm__name="dpo", **values)) == (1, [])
+    with pytest.raises(ConfigError, match=r"column 'margin': found 'slightly better'"):
+        preflight(clean_config(algorithm__name="reward_model", **values))

@@ -75,7 +75,7 @@ def test_logits_that_are_more_than_a_product_are_refused(architecture: str, valu
 
 
 def test_a_body_of_another_name_is_refused_and_is_no_attribute_error() -> None:
-    with pytest.raises(ConfigError, match="some/model: GPT2LMHeadModel .* body `model` and output layer `lm_head`"):
+    with pytest.raises(ConfigError, match=r"some/model: GPT2LMHeadModel .* body `model` and output layer `lm_head`"):
         check_output_layer(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=4)), "some/model")
 
 
