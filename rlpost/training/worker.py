@@ -40,15 +40,18 @@ class TrainerRank:
         torch.set_num_threads(settings.training.threads)
         self.device = torch.device("cpu")
         self.sender: WeightSender | None = None
+        self._store: Any = None
+        self._timeout = datetime.timedelta(seconds=settings.timeout_s)
 
     def address(self) -> tuple[str, int]:
-        """A host and free port on this rank's node for the ranks' own rendezvous."""
-        import socket
+        """Host and port at which this rank, the first, waits for its peers from now on.
 
+        The port is held and not only found: what is free now may be taken a moment later.
+        """
         host = _node_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, int(probe.getsockname()[1])
+        if self._store is None:
+            self._store = dist.TCPStore(host, 0, self.world, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return host, int(self._store.port)
 
     def setup(self, host: str, port: int) -> dict[str, Any]:
         """Join the other ranks, load the model, make the optimizer. Returns what there is to report."""
@@ -57,10 +60,9 @@ class TrainerRank:
             self.device = torch.device("cuda", 0)  # Ray shows each actor only its own GPU
             torch.cuda.set_device(self.device)
         backend = "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(
-            backend, init_method=f"tcp://{host}:{port}", rank=self.rank, world_size=self.world,
-            timeout=datetime.timedelta(seconds=settings.timeout_s),
-        )  # fmt: skip
+        if self.rank or self._store is None:
+            self._store = dist.TCPStore(host, port, self.world, is_master=False, timeout=self._timeout)
+        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.world, timeout=self._timeout)
         self.mesh = init_device_mesh(self.device.type, (self.world,))
         random.seed(settings.seed + self.rank)
         np.random.seed(settings.seed + self.rank)
