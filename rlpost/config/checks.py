@@ -24,6 +24,7 @@ from rlpost.config.derive import (
     resolve_engine_process,
     resolve_old_logprobs,
     resolve_weight_transport,
+    reward_name,
 )
 from rlpost.config.fields import joined
 from rlpost.config.inputs import check_inputs, warn_inputs
@@ -241,7 +242,7 @@ def _rewards(config: RunConfig, device: Device) -> Iterator[str]:
         if (reward.function is None) == (reward.model is None):
             found = "both function and model" if reward.function else "neither function nor model"
             yield f"rewards.{number} names {found}; give exactly one of them"
-    names = [reward.name or re.split(r"[:/]", (reward.function or reward.model or "").rstrip("/"))[-1] for reward in config.rewards]
+    names = [reward_name(reward) for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"rewards: {names.count(name)} entries are called {name}, so their metrics would be one; give each its own rewards.N.name"
 

@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from rlpost.config.algorithms import PAIRED, is_offline, reads_reference, with_defaults
-from rlpost.config.schema import AlgorithmConfig, RunConfig
+from rlpost.config.schema import AlgorithmConfig, RewardConfig, RunConfig
 from rlpost.types import ConfigError
 
 Device = Literal["cpu", "gpu"]
@@ -158,6 +158,11 @@ def resolve_reference(config: RunConfig) -> str:
 def needs_critic(config: RunConfig) -> bool:
     """Whether advantages come from a value model."""
     return not is_offline(config.algorithm) and with_defaults(config.algorithm).advantage == "gae"
+
+
+def reward_name(config: RewardConfig) -> str:
+    """The reward's name in metrics and parts: ``name`` of the configuration, else the last part of ``function`` or ``model``."""
+    return config.name or PurePath(config.model or config.function or "").name.rpartition(":")[2]
 
 
 def longest_continuation(config: RunConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ CRITIC = "critic"
 
 
 @dataclass(kw_only=True)
-class Loop:
+class Loop(ABC):
     """A run's few numbers that change, and how they are saved."""
 
     config: RunConfig
@@ -45,12 +46,9 @@ class Loop:
 
     # ---- what a kind of run adds -----------------------------------------------------------------------------------
 
+    @abstractmethod
     async def run(self, checkpoint: Path | None) -> None:
         """Train to the last step, from a checkpoint or from the start."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """End what runs in the background."""
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must have in common with the saved one, by configuration key."""
@@ -63,13 +61,13 @@ class Loop:
             **({"training.lora.alpha": lora.alpha, "training.lora.targets": lora.targets} if lora.rank else {}),
         }
 
+    @abstractmethod
     def own_state(self) -> dict[str, Any]:
         """The loop's part of a checkpoint, as JSON values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore_own(self, state: Mapping[str, Any]) -> None:
         """Continue with what :meth:`own_state` gave."""
-        raise NotImplementedError
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

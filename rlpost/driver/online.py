@@ -95,10 +95,6 @@ class OnlineRun(Loop):
             self.write(groups)
         await self.save(at_stop=True)
 
-    async def close(self) -> None:
-        """Stop sampling."""
-        await self.collector.close()
-
     async def next_batch(self) -> list[Group]:
         """The next groups, at most ``max_staleness`` versions old. An engine that is lost meanwhile is replaced."""
         with self.clock.phase("generate"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlpost.algorithms.catalogue import make_algorithm, make_offline_algorithm
 from rlpost.algorithms.protocol import Algorithm, RunFacts
 from rlpost.config.algorithms import is_offline
-from rlpost.config.derive import SINGLE_TURN, needs_critic, resolve_reference
+from rlpost.config.derive import SINGLE_TURN, needs_critic, resolve_reference, reward_name
 from rlpost.config.inputs import other_models
 from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
@@ -22,7 +22,6 @@ from rlpost.environments.catalogue import environment_factory
 from rlpost.models.embedded import EMBEDDED_PREFIX, model_path
 from rlpost.rewards import load_rewards
 from rlpost.rewards.model_reward import check_same_tokenizer
-from rlpost.rewards.resolve import reward_name
 from rlpost.types import ConfigError, Prompt
 
 HUB = "hf:"

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
+from rlpost.config.derive import reward_name
 from rlpost.config.schema import RunConfig
 from rlpost.driver.updates import Packing, forward
 from rlpost.rewards.model_reward import CombinedRewards, ModelReward
-from rlpost.rewards.resolve import reward_name
 from rlpost.rewards.runner import RewardRunner
 from rlpost.rollout.collector import Score
 from rlpost.training.group import TrainerGroup

@@ -79,7 +79,8 @@ async def start(context: RunContext, stack: AsyncExitStack, stop: asyncio.Event)
     else:
         parts = await setup.start_parts(context.config, context.derived, context.inputs, context.run_dir, stack, context.console.message)
         size = parts.reports["trainer"]
-        run = OnlineRun(**common, inputs=context.inputs, parts=parts, trainers=parts.trainers, critic=parts.critic)
+        run = online = OnlineRun(**common, inputs=context.inputs, parts=parts, trainers=parts.trainers, critic=parts.critic)
+        stack.push_async_callback(online.collector.close)
     millions = f"{size['parameters'] / 1e6:.1f} M parameters, {size['trained'] / 1e6:.1f} M trained"
     context.console.message(f"model of {millions}; all parts are up")
     return run
@@ -106,6 +107,5 @@ async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
             loop.add_signal_handler(number, request_stop)
         console.message(f"Ray on {where['where']}")
         run = await start(context, stack, stop)
-        stack.push_async_callback(run.close)
         await run.run(checkpoint)
         return stop.is_set() and run.step < config.schedule.steps

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from rlpost.config.derive import reward_name
 from rlpost.plugins import resolve
 from rlpost.rewards.signature import BoundReward, check_signature
 from rlpost.types import ConfigError
@@ -29,11 +29,6 @@ CATALOGUE: Mapping[str, str] = {
 def resolve_reward(spec: str) -> Any:
     """The object that ``spec`` names (see rlpost.plugins); raises ConfigError. Its signature is not checked here."""
     return resolve(spec, kind="reward", group=ENTRY_POINT_GROUP, catalogue=CATALOGUE)
-
-
-def reward_name(config: RewardConfig) -> str:
-    """The reward's name in metrics and parts: ``name`` of the configuration, else the last part of ``function`` or ``model``."""
-    return config.name or PurePath(config.model or config.function or "").name.rpartition(":")[2]
 
 
 def reward_names(configs: Sequence[RewardConfig]) -> list[str]:

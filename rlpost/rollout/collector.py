@@ -17,6 +17,9 @@ from rlpost.rollout.buffer import StalenessBuffer
 from rlpost.rollout.episode import EpisodeLimits, Generate, TokenCodec, run_episode
 from rlpost.types import DataFailureError, Group, InfrastructureError, Prompt, RewardItem, RewardOutcome, SamplingSettings, Trajectory
 
+ANSWER_CHARACTERS = 80
+"""Of an answer that an error shows."""
+
 Score = Callable[[Sequence[RewardItem]], Awaitable[Sequence[RewardOutcome]]]
 
 
@@ -172,18 +175,22 @@ class Collector:
         while self.refuses is not None and self.refuses(group):
             self.refused.append(group)
             if len(self.refused) > self.most_refused:
-                rewards = [trajectory.reward for trajectory in group.trajectories]
-                raise DataFailureError(
-                    f"{len(self.refused)} groups for one step taught nothing (algorithm.filter.max_resampled allows {self.most_refused}): "
-                    f"their rewards are all equal, or their mean is out of bounds; the last ones: {rewards}. Look at the rollouts: the "
-                    "task is too hard or too easy, or the reward function gives one value only"
-                )
+                raise DataFailureError(self._taught_nothing(group))
             del self.rows[index]  # rows stay in the order of the cursor
             row = self.rows[index] = self.cursor.next()
             self.buffer.dispatch(index)  # its tokens are of the present version
             group = await self._play(index, row)
         self.buffer.put(group)
         self._changed.set()
+
+    def _taught_nothing(self, last: Group) -> str:
+        rewards = [trajectory.reward for trajectory in last.trajectories]
+        return (
+            f"{len(self.refused)} groups for one step taught nothing (algorithm.filter.max_resampled allows {self.most_refused}): their "
+            f"rewards are all equal, or their mean is out of bounds; the last one, prompt {last.prompt.prompt_id}, has {rewards}, its first "
+            f"answer is {last.trajectories[0].completion[:ANSWER_CHARACTERS]!r}. The task is too hard or too easy, or the reward function "
+            "gives one value only (python -m rlpost.rewards check); change the data or algorithm.filter"
+        )
 
     def take_refused(self) -> list[Group]:
         """Groups that were replaced since the last call."""
