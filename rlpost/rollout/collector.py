@@ -187,7 +187,7 @@ class Collector:
         rewards = [trajectory.reward for trajectory in last.trajectories]
         return (
             f"{len(self.refused)} groups for one step taught nothing (algorithm.filter.max_resampled allows {self.most_refused}): their "
-            f"rewards are all equal, or their mean is out of bounds; the last one, prompt {last.prompt.prompt_id}, has {rewards}, its first "
+            f"rewards are all equal, or their mean is out of bounds; the last, prompt {last.prompt.prompt_id}, has {rewards}, its first "
             f"answer is {last.trajectories[0].completion[:ANSWER_CHARACTERS]!r}. The task is too hard or too easy, or the reward function "
             "gives one value only (python -m rlpost.rewards check); change the data or algorithm.filter"
         )
