@@ -172,7 +172,7 @@ def _apply_override(values: dict[str, Any], key: str, text: str, problems: list[
         problems.append(unknown_key(key, COMMAND_LINE))
         return
     try:
-        value = clean(_override_value(text, field.annotation), field, Place(source=COMMAND_LINE), problems)
+        value = clean(override_value(text, field.annotation), field, Place(source=COMMAND_LINE), problems)
         parts = key.split(".")
         target: Any = values
         for depth, part in enumerate(parts[:-1]):
@@ -209,7 +209,7 @@ def _entries(target: Any, part: str, owner: str) -> list[Any]:
     return target
 
 
-def _override_value(text: str, annotation: Any) -> Any:
+def override_value(text: str, annotation: Any) -> Any:
     """``text`` as the type that its key has: 5 stays the text "5" where text is expected, 1e-3 is a number where one is."""
     inner, optional = optional_inner(annotation)
     if inner is str:

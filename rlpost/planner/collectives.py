@@ -40,21 +40,24 @@ def fsdp_line(
     bus_bytes_per_second: float,
     *,
     micro_batches: int = 1,
+    gradient_reductions: int = 1,
     reshard_after_forward: bool = True,
     weight_bytes: float = 2,
     gradient_bytes: float = 4,
 ) -> TimeLine:
-    """Traffic of a sharded update: each micro-batch gathers the weights once or twice (with ``reshard_after_forward``) and
-    reduce-scatters the gradients, which rlpost does in float32.
+    """Traffic of a sharded update: each micro-batch gathers the weights once or twice (with ``reshard_after_forward``).
+
+    ``gradient_reductions`` times gradients are reduce-scattered, which rlpost does in float32: after each micro-batch, or without
+    ``reshard_after_forward`` once a step.
     """
     require_at_least(0, parameters=parameters)
-    require_at_least(1, micro_batches=micro_batches)
+    require_at_least(1, micro_batches=micro_batches, gradient_reductions=gradient_reductions)
     gathers = 2 if reshard_after_forward else 1
-    size = micro_batches * parameters * (gathers * weight_bytes + gradient_bytes)
+    size = parameters * (micro_batches * gathers * weight_bytes + gradient_reductions * gradient_bytes)
     seconds = all_gather_seconds(size, ranks, bus_bytes_per_second)
     formula = (
-        f"{micro_batches} micro-batches x {parameters:,} parameters x ({gathers} x {weight_bytes:g} + {gradient_bytes:g} B)"
-        f" x {ranks - 1}/{ranks} / {bus_bytes_per_second / 1e9:g} GB/s"
+        f"{parameters:,} parameters x ({micro_batches} micro-batches x {gathers} x {weight_bytes:g} B + {gradient_reductions} x "
+        f"{gradient_bytes:g} B) x {ranks - 1}/{ranks} / {bus_bytes_per_second / 1e9:g} GB/s"
     )
     return TimeLine(name="FSDP traffic", seconds=seconds, formula=formula)
 

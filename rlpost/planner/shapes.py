@@ -7,13 +7,17 @@ is found (latent attention, Mamba or linear-attention layers, sliding windows, i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlpost.models.embedded import EMBEDDED_PREFIX, FETCHED, RECIPES, model_path
 from rlpost.models.shapes import SHAPES, find_shape, model_config
+from rlpost.planner.known_models import find_known, known_names
 from rlpost.planner.quantities import require_divides
+from rlpost.plugins import nearest
 from rlpost.types import ConfigError
 
 
@@ -139,26 +143,82 @@ class ModelShape:
 
 
 def load_shape(model: str) -> ModelShape:
-    """The shape of ``model``: a name of rlpost.models.shapes, a directory with a config.json, or such a file.
+    """The shape of ``model``, whose name it keeps. Nothing is built or downloaded; the first of these that there is:
 
-    Raises ConfigError when there is none, and for models that the planner does not know.
+    a name of rlpost.models.shapes; ``embedded:NAME``; a directory with a config.json, or such a file; a model of the local Hugging Face
+    cache; a name of rlpost.planner.known_models. Raises ConfigError when there is none, and for models that the planner does not know.
     """
+    config, source = _find_config(model)
+    return replace(shape_from_config(config, source), name=model)
+
+
+def _find_config(model: str) -> tuple[Mapping[str, Any], str]:
+    """The content of the model's config.json, and where it is from."""
     if model in SHAPES:
-        return shape_from_config(model_config(find_shape(model)), model)
+        return model_config(find_shape(model)), model
+    if model.startswith(EMBEDDED_PREFIX):
+        return _embedded_config(model.removeprefix(EMBEDDED_PREFIX)), model
     path = Path(model).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(
-            f"no model shape and no config.json at {model!r}; expected a directory with a config.json, such a file, or one of "
-            f"{', '.join(SHAPES)}: download the model's config.json (a few kB) and give its path"
-        )
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        if file.is_file():
+            return _read_config(file)
+    else:
+        cached = _cached_config(model)
+        if cached is not None:
+            return _read_config(cached)
+        known = find_known(model)
+        if known is not None:
+            return known, model
+    near = nearest(model, [*SHAPES, *known_names()])
+    hint = f"; nearest known: {', '.join(near)}" if near else ""
+    raise ConfigError(
+        f"no model shape, no cached or known model and no config.json at {model!r}{hint}; expected a directory with a config.json, such a "
+        f"file, a model of the Hugging Face cache ({_hub_cache()}) or a known one (OWNER/NAME), {EMBEDDED_PREFIX}NAME, or one of "
+        f"{', '.join(SHAPES)}: download the model's config.json (a few kB) and give its path"
+    )
+
+
+def _read_config(file: Path) -> tuple[Mapping[str, Any], str]:
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}; expected the model's config.json") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds {type(config).__name__}; expected the object of a model's config.json")
-    return shape_from_config(config, str(file))
+    return config, str(file)
+
+
+EMBEDDED_VOCABULARY = 128
+"""Of the embedded models' tokenizer: 4 special tokens, 95 printable characters and newline, padded to a multiple of 32."""
+
+
+def _embedded_config(name: str) -> Mapping[str, Any]:
+    """That of the built model, or what a build would give."""
+    file = model_path(name) / "config.json"
+    if file.is_file():
+        return _read_config(file)[0]
+    if name == FETCHED:
+        return find_known(name) or {}
+    return {"model_type": "qwen3", "vocab_size": EMBEDDED_VOCABULARY, "tie_word_embeddings": True, **RECIPES[name].architecture}
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps downloads (its constants.py), which is not imported because it takes longer than a plan."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+
+
+def _cached_config(name: str) -> Path | None:
+    """The config.json of a downloaded model: of the branch ``main`` where that was downloaded, else the latest."""
+    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    if main.is_file():
+        file = folder / "snapshots" / main.read_text().strip() / "config.json"
+        if file.is_file():
+            return file
+    files = (file for file in folder.glob("snapshots/*/config.json") if file.is_file())
+    return max(files, key=lambda file: file.stat().st_mtime, default=None)
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -174,6 +234,10 @@ NOT_COVERED = {
     "ssm_state_size": "Mamba layers, which have a state in place of a KV cache",
     "state_size": "Mamba layers, which have a state in place of a KV cache",
     "linear_num_key_heads": "linear-attention layers, which have a state in place of a KV cache",
+    "linear_attn_config": "linear-attention layers, which have a state in place of a KV cache",
+    "attn_type_list": "layers of linear attention, which have a state in place of a KV cache",
+    "sliding_window_pattern": "layers with a sliding window, which limits their KV cache",
+    "attention_chunk_size": "layers with attention within chunks, which limits their KV cache",
 }
 """Fields of a config.json that tell of parts that no formula here covers."""
 
@@ -182,15 +246,15 @@ def _refuse_what_is_not_covered(config: Mapping[str, Any], source: str) -> None:
     for field, meaning in NOT_COVERED.items():
         if config.get(field) is not None:
             raise ConfigError(f"{source}: {field}={config[field]!r:.80} tells of {meaning}; the planner covers {', '.join(FAMILIES)} only")
+    other = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
+    if other:
+        raise ConfigError(f"{source}: layer_types has {', '.join(other)}; the planner covers full_attention in every layer only")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
             f"{source}: model_type={family!r} is not known to the planner; expected one of {', '.join(FAMILIES)}: "
             "if its layers are those of one of these, plan with a copy of the file that says so"
         )
-    other = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-    if other:
-        raise ConfigError(f"{source}: layer_types has {', '.join(other)}; the planner covers full_attention in every layer only")
     # Mistral's class has a window of 4096 when the file says nothing; Qwen has one only when use_sliding_window says so.
     window = config.get("sliding_window", 4096 if family == "mistral" else None)
     if window is not None and (config.get("use_sliding_window") or (family in ("mistral", "mixtral"))):
@@ -203,6 +267,8 @@ def _refuse_what_is_not_covered(config: Mapping[str, Any], source: str) -> None:
 def _size(config: Mapping[str, Any], field: str, source: str, default: int | None = None) -> int:
     value = config.get(field)
     value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"{source} has no {field}; expected a whole number above 0: take the model's complete config.json")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{source}: {field} is {value!r}; expected a whole number above 0: correct the file")
     return value

@@ -108,14 +108,21 @@ def read_parameters(shape: ModelShape, sequences: int) -> float:
     return shape.multiplied_parameters + expert * (touched - shape.experts_per_token)
 
 
-def decode_step_seconds(shape: ModelShape, speed: EngineSpeed, sequences: int, context_tokens: np.ndarray | float) -> np.ndarray:
-    """Seconds of decoding steps of ``sequences`` that hold ``context_tokens`` together: reading or arithmetic, whichever takes longer."""
+def decode_bounds(
+    shape: ModelShape, speed: EngineSpeed, sequences: int, context_tokens: np.ndarray | float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of reading and of arithmetic of decoding steps of ``sequences`` that hold ``context_tokens`` together."""
     require_positive(bytes_per_second=speed.bytes_per_second, flops_per_second=speed.flops_per_second)
     weights = read_parameters(shape, sequences) * speed.weight_bytes_per_parameter
     contexts = np.asarray(context_tokens, np.float64)
     reading = (weights + contexts * kv_bytes_per_token(shape, bytes_per_element=speed.kv_bytes_per_element)) / speed.bytes_per_second
     flops = 2.0 * shape.multiplied_parameters * sequences + 4.0 * shape.layers * shape.query_width * contexts
-    return np.maximum(reading, flops / speed.flops_per_second) + speed.step_overhead_s
+    return reading, flops / speed.flops_per_second
+
+
+def decode_step_seconds(shape: ModelShape, speed: EngineSpeed, sequences: int, context_tokens: np.ndarray | float) -> np.ndarray:
+    """Seconds of such steps: reading or arithmetic, whichever takes longer."""
+    return np.maximum(*decode_bounds(shape, speed, sequences, context_tokens)) + speed.step_overhead_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,11 @@ class Generation:
     floor_s: float
     steps: int
     tokens: int
+    reading_s: float = 0.0
+    """Of ``seconds``, those of steps that memory bandwidth bounds, without their overhead, and the number of these steps."""
+    reading_steps: int = 0
+    arithmetic_s: float = 0.0
+    """The same of the other steps, which arithmetic bounds."""
 
 
 def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths: Sequence[int], slots: int) -> Generation:
@@ -137,20 +149,26 @@ def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths:
     require_at_least(1, slots=slots)
     require_at_least(0, prompt_tokens=prompt_tokens)
     waiting, running = list(reversed(lengths)), list[tuple[int, int]]()  # running: step at which it ends, its length
-    now, seconds, contexts = 0, 0.0, 0
+    now, reading_s, reading_steps, arithmetic_s, contexts = 0, 0.0, 0, 0.0, 0
     while waiting or running:
         while waiting and len(running) < slots:
             length = waiting.pop()
             heapq.heappush(running, (now + length, length))
             contexts += prompt_tokens
         count, steps = len(running), running[0][0] - now
-        seconds += float(decode_step_seconds(shape, speed, count, contexts + count * np.arange(steps)).sum())
+        reading, arithmetic = decode_bounds(shape, speed, count, contexts + count * np.arange(steps))
+        bound = reading >= arithmetic
+        reading_s, reading_steps = reading_s + float(reading[bound].sum()), reading_steps + int(bound.sum())
+        arithmetic_s += float(arithmetic[~bound].sum())
         contexts += count * steps
         now += steps
         while running and running[0][0] == now:
             contexts -= prompt_tokens + heapq.heappop(running)[1]
     floor = float(decode_step_seconds(shape, speed, 1, prompt_tokens + np.arange(max(lengths))).sum())
-    return Generation(seconds=seconds, floor_s=floor, steps=now, tokens=sum(lengths))
+    return Generation(
+        seconds=reading_s + arithmetic_s + now * speed.step_overhead_s, floor_s=floor, steps=now, tokens=sum(lengths),
+        reading_s=reading_s, reading_steps=reading_steps, arithmetic_s=arithmetic_s,
+    )  # fmt: skip
 
 
 def generate_on(engines: int, shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths: Sequence[int], slots: int) -> Generation:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlpost.models.embedded import model_path
 from rlpost.models.shapes import SHAPES
 from rlpost.planner.shapes import check_tensor_parallel, load_shape, shape_from_config
 from rlpost.types import ConfigError
@@ -110,16 +113,24 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, ["linear-attention"]),
         ({"model_type": "qwen2_5_vl", "text_config": {}}, ["images"]),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}, ["linear_attention"]),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, ["layer_types", "mamba"]),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, ["sliding_window_pattern=6", "window"]),
+        ({"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}}, ["text_config"]),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, ["attention_chunk_size=8192"]),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512, "q_lora_rank": None}, ["kv_lora_rank=512", "MLA"]),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"num_heads": 32}}, ["linear_attn_config", "linear-attention"]),
+        ({"model_type": "minimax_m1", "attn_type_list": [0, 1]}, ["attn_type_list", "linear attention"]),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}, ["sliding_window=4096", "null"]),
         ({"model_type": "mistral", "sliding_window": 4096}, ["sliding_window=4096"]),
         ({"model_type": "mistral"}, ["sliding_window=4096"]),
-        ({"hidden_size": None}, ["hidden_size", "None"]),
+        ({"hidden_size": None}, ["a/config.json has no hidden_size"]),
         ({"num_hidden_layers": -2}, ["num_hidden_layers", "-2"]),
         ({"vocab_size": "32000"}, ["vocab_size", "'32000'"]),
         ({"num_attention_heads": True}, ["num_attention_heads", "True"]),
         ({"num_key_value_heads": 4}, ["num_key_value_heads=4", "num_attention_heads=6", "1, 2, 3, 6"]),
         ({"head_dim": None, "num_attention_heads": 7, "num_key_value_heads": 7}, ["num_attention_heads=7", "hidden_size=96"]),
-        ({"model_type": "qwen3", "head_dim": None}, ["head_dim", "None"]),
+        ({"model_type": "qwen3", "head_dim": None}, ["no head_dim"]),
         ({"model_type": "mixtral", "num_experts_per_tok": 2}, ["num_local_experts"]),
         ({"model_type": "qwen3_moe", **EXPERTS, "num_experts_per_tok": 9}, ["num_experts_per_tok=9", "8 experts"]),
     ],
@@ -143,6 +154,126 @@ def test_a_directory_and_a_file_give_the_same_shape_and_their_absence_is_refused
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=r"config\.json"):
             load_shape(str(tmp_path))
+
+
+def test_fields_that_nobody_knows_are_no_reason_to_refuse() -> None:
+    assert shape_from_config(config(quantization_config={"bits": 4}, my_field=[1]), "x") == shape_from_config(config(), "x")
+
+
+# ---- where a shape is found ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def downloaded(hub: Path, name: str, revision: str, **changes: Any) -> Path:
+    """Lay a config.json into the cache as a download of ``revision`` does."""
+    file = hub / f"models--{name.replace('/', '--')}" / "snapshots" / revision / "config.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(config(**changes)))
+    return file
+
+
+def set_main(hub: Path, name: str, revision: str) -> None:
+    reference = hub / f"models--{name.replace('/', '--')}" / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text(revision)
+
+
+def test_a_downloaded_model_is_found_and_keeps_the_name_that_the_user_gave(hub: Path) -> None:
+    downloaded(hub, "someone/their-model", "a1", num_hidden_layers=7)
+    shape = load_shape("someone/their-model")
+    assert (shape.layers, shape.name) == (7, "someone/their-model")
+
+
+def test_of_several_snapshots_that_of_main_counts_and_without_it_the_latest(hub: Path) -> None:
+    for age, (revision, layers) in enumerate([("a1", 5), ("b2", 6), ("c3", 7)]):
+        os.utime(downloaded(hub, "someone/model", revision, num_hidden_layers=layers), (1e9 - age, 1e9 - age))
+    assert load_shape("someone/model").layers == 5
+    set_main(hub, "someone/model", "b2")
+    assert load_shape("someone/model").layers == 6
+
+
+def test_a_main_of_which_only_the_tokenizer_was_downloaded_is_passed_over(hub: Path) -> None:
+    downloaded(hub, "someone/model", "a1", num_hidden_layers=5)
+    set_main(hub, "someone/model", "b2")
+    assert load_shape("someone/model").layers == 5
+
+
+@pytest.mark.parametrize(
+    ("variable", "place"),
+    [("HF_HUB_CACHE", "."), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub"), ("HOME", ".cache/huggingface/hub")],
+)
+def test_the_cache_is_where_hugging_faces_own_variables_put_it(
+    variable: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    downloaded(tmp_path / place, "someone/model", "a1", num_hidden_layers=9)
+    assert load_shape("someone/model").layers == 9
+
+
+def test_a_downloaded_model_counts_before_the_known_one_of_its_name_and_a_directory_before_both(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_shape("Qwen/Qwen3-4B").layers == 36
+    downloaded(hub, "Qwen/Qwen3-4B", "a1", num_hidden_layers=5)
+    assert load_shape("Qwen/Qwen3-4B").layers == 5
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "Qwen" / "Qwen3-4B"
+    directory.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no config\.json at 'Qwen/Qwen3-4B'"):
+        load_shape("Qwen/Qwen3-4B")
+    (directory / "config.json").write_text(json.dumps(config()))
+    assert load_shape("Qwen/Qwen3-4B").layers == 4
+
+
+def test_a_name_with_a_slip_is_answered_with_the_nearest_known_ones(hub: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'Qwen/Qwen3-4b-Bass'.*nearest known: Qwen/Qwen3-4B-Base.*hub"):
+        load_shape("Qwen/Qwen3-4b-Bass")
+
+
+@pytest.mark.parametrize("name", ["tiny-sort5", "random-0.6m", "random-25m"])
+def test_an_embedded_models_shape_is_that_of_the_model_that_a_build_would_make(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlpost.models.embedded import RECIPES
+    from rlpost.models.warm_start import make_model, make_tokenizer
+
+    monkeypatch.setenv("RLPOST_CACHE", str(tmp_path))
+    shape = load_shape(f"embedded:{name}")
+    assert not list(tmp_path.iterdir()), "planning must build nothing"
+    model = make_model(RECIPES[name], make_tokenizer(tmp_path))
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.name == f"embedded:{name}"
+    model.config.save_pretrained(tmp_path)
+    assert load_shape(str(tmp_path)) == replace(shape, name=str(tmp_path))
+
+
+def test_of_a_built_embedded_model_its_own_config_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLPOST_CACHE", str(tmp_path))
+    directory = model_path("tiny-random")
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config(num_hidden_layers=11)))
+    assert load_shape("embedded:tiny-random").layers == 11
+
+
+def test_a_model_that_is_fetched_and_not_here_yet_has_its_published_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLPOST_CACHE", str(tmp_path))
+    assert load_shape("embedded:smollm2-135m").parameters == 134_515_008
+
+
+def test_an_embedded_model_that_is_none_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'tiny-sort6'.*tiny-sort5"):
+        load_shape("embedded:tiny-sort6")
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("degree", [1, 2])

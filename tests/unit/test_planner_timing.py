@@ -129,11 +129,11 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_and_one_rank_sends_
     assert collectives.broadcast_seconds(1e9, 1e11) == pytest.approx(0.01)
 
 
-def test_sharded_updates_gather_twice_unless_weights_are_kept_and_send_for_each_micro_batch() -> None:
+def test_sharded_updates_gather_for_each_micro_batch_and_reduce_gradients_once_a_step() -> None:
     again = collectives.fsdp_line(10**9, 8, 1e11, micro_batches=3).seconds
     kept = collectives.fsdp_line(10**9, 8, 1e11, micro_batches=3, reshard_after_forward=False).seconds
-    assert again == pytest.approx(3 * 8e9 * 7 / 8 / 1e11)
-    assert kept == pytest.approx(3 * 6e9 * 7 / 8 / 1e11)
+    assert again == pytest.approx((3 * 2 * 2e9 + 4e9) * 7 / 8 / 1e11)
+    assert kept == pytest.approx((3 * 2e9 + 4e9) * 7 / 8 / 1e11)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
