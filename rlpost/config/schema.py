@@ -329,7 +329,10 @@ class TrainingConfig:
     )
     trainable: str = option("all", "`all`, or a regular expression of parameter names that are trained; others are frozen.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
-    reshard_after_forward: bool = option(True, "Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2).")
+    reshard_after_forward: bool = option(
+        True,
+        "Free gathered parameters between forward and backward, and reduce gradients after each micro-batch (ZeRO-3); false keeps both whole until the step, with less traffic.",
+    )
     logprob_chunk_tokens: int = option(1024, "Tokens whose vocabulary logits are held at once.")
     threads: int = option(1, "CPU threads of a rank.")
     lora: LoraConfig = option(LoraConfig, "Low-rank adapters.")

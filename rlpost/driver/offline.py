@@ -16,7 +16,7 @@ from rlpost.driver.batch import with_reference_logprobs
 from rlpost.driver.inputs import OfflineInputs
 from rlpost.driver.loop import Loop
 from rlpost.driver.reference_cache import ReferenceCache
-from rlpost.driver.updates import Packing, forward, update
+from rlpost.driver.updates import AMOUNTS, Packing, forward, update
 from rlpost.types import LossTerms
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ CACHED_AT_ONCE = 64
 """Rows whose reference logprobs are computed in one call, before the first step."""
 
 
-NOT_EVALUATED = ("train/tokens", "train/occupancy", "memory/trainer_peak_gib")
+NOT_EVALUATED = (*AMOUNTS, "train/occupancy", "memory/trainer_peak_gib")
 """What a measurement reports that says nothing of the model."""
 
 

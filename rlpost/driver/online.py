@@ -18,6 +18,7 @@ from rlpost.driver.inputs import Inputs
 from rlpost.driver.learning import Learner
 from rlpost.driver.loop import Loop
 from rlpost.driver.setup import Parts
+from rlpost.driver.updates import AMOUNTS
 from rlpost.observe import RolloutWriter, summarise_rollouts
 from rlpost.observe.rollouts import prompt_text
 from rlpost.rollout.buffer import StalenessBuffer
@@ -28,7 +29,7 @@ SYNC_MODES = {"full": 0, "trained": 1, "delta": 2, "adapter": 3}
 """The numbers of ``sync/mode``."""
 
 NOT_MEASURED: dict[str, float] = {
-    "train/tokens": 0,
+    **dict.fromkeys(AMOUNTS, 0),
     "train/kl": 0.0,
     **dict.fromkeys(("train/loss", "train/grad_norm", "train/lr", "train/occupancy", "train/entropy"), math.nan),
     **dict.fromkeys(("train/ratio_max", "train/clip_fraction", "parity/logprob_abs_mean", "parity/logprob_abs_max"), math.nan),

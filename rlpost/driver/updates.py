@@ -62,17 +62,21 @@ async def update(
         for micros in packed
     ]
     metrics: dict[str, float] = (await group.call_each(method, requests))[0]
-    return {**metrics, "train/occupancy": occupancy(packed)}
+    work = {"train/row_tokens": sum(len(micro.tokens) for micros in packed for micro in micros), "train/micro_batches": len(packed[0])}
+    return {**metrics, **work, "train/occupancy": occupancy(packed)}
+
+
+AMOUNTS = ("train/tokens", "train/row_tokens", "train/micro_batches")
 
 
 def merge(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: maxima of maxima, sums of tokens, the last learning rate, means of the rest."""
+    """Metrics of several optimizer steps as one: maxima of maxima, sums of amounts, the last learning rate, means of the rest."""
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for one in metrics for name in one):
         values = [one[name] for one in metrics if name in one]
         if name.endswith("_max"):
             result[name] = max(values)
-        elif name == "train/tokens":
+        elif name in AMOUNTS:
             result[name] = sum(values)
         elif name == "train/lr":
             result[name] = values[-1]

@@ -58,6 +58,7 @@ _ROWS = (
     ("time/step_s", "s", "Wall time of the step, from the end of the one before; the sum of the phases below."),
     *((f"time/{phase}_s", "s", doc) for phase, doc in _PHASE_DOCS.items()),
     ("rollout/tokens", "tokens", "Tokens that the engines sampled for this step's batch."),
+    ("rollout/tokens_max", "tokens", "Sampled tokens of the longest trajectory."),
     ("rollout/tokens_per_s", "tokens/s", "rollout/tokens over the seconds that their generation took."),
     ("rollout/prompt_tokens", "tokens", "Prompt tokens sent to the engines, every turn counted."),
     ("rollout/cached_prompt_tokens", "tokens", "Of these, the ones that the engines' prefix cache served."),
@@ -76,6 +77,8 @@ _ROWS = (
     ("train/grad_norm", "norm", "Global gradient norm before clipping."),
     ("train/lr", "1", "Learning rate of the last optimizer step."),
     ("train/tokens", "tokens", "Tokens with a weight in the loss, over all ranks."),
+    ("train/row_tokens", "tokens", "Tokens of all rows that the update computed: a group's shared prompt once a row."),
+    ("train/micro_batches", "count", "Forwards of one rank in the update, over all its optimizer steps."),
     ("train/occupancy", "share", "Real tokens among the token slots of the packed micro-batches."),
     ("train/kl", "nats", "Mean KL to the reference model per trained token (algorithm.kl_estimator); 0 without a reference."),
     ("train/kl_coefficient", "1", "The coefficient that the step used (algorithm.kl_target steers it)."),
@@ -114,6 +117,12 @@ _ROWS = (
     ("evaluate/<measure>", "as train", "Offline: loss, accuracy, margin ... (see train/*) on the held-out rows."),
     ("evaluate/failed", "share", "Held-out trajectories whose reward or episode failed; they are not in evaluate/reward."),
     ("evaluate/truncated_fraction", "share", "Held-out trajectories cut by a length or turn limit."),
+    (
+        "plan/error_<phase>",
+        "share",
+        "In the last record: what the plan says of a phase's seconds (of this run's lengths) over the measured ones, less 1; "
+        "memory_trainer and memory_engine are peak bytes, step is the whole step.",
+    ),
     ("engine/restarts", "count", "Engines started again since the run began."),
 )
 
@@ -155,6 +164,7 @@ def summarise_rollouts(
     tokens = sum(trajectory.sampled_tokens for trajectory in trajectories)
     record: dict[str, float] = {
         "rollout/tokens": tokens,
+        "rollout/tokens_max": max((trajectory.sampled_tokens for trajectory in trajectories), default=0),
         "rollout/prompt_tokens": sum(trajectory.prompt_tokens_requested for trajectory in trajectories),
         "rollout/cached_prompt_tokens": sum(trajectory.prompt_tokens_cached for trajectory in trajectories),
         "rollout/truncated_fraction": _mean([float(trajectory.truncated) for trajectory in trajectories]),

@@ -98,8 +98,10 @@ class TrainerRank:
         assert self.optimizer is not None and self.schedule is not None, "a forward-only rank cannot update"
         tally = _Tally()
         last = len(request.micro_batches) - 1
+        # Gradients that are not reduced yet are whole ones: a second model in memory.
+        always = self.settings.training.reshard_after_forward
         for index, micro in enumerate(request.micro_batches):
-            self.model.set_requires_gradient_sync(index == last)
+            self.model.set_requires_gradient_sync(always or index == last)
             output = self.model(micro, request.temperature)
             loss = self._loss(micro, output, request, tally)
             # FSDP averages gradients over ranks; the sum over ranks is wanted.
