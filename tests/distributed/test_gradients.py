@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from gloo_ranks import RankProcesses, Trainers, make_groups, update_requests, with_logprobs, worker_settings
 from plain_models import gradients_of, logprobs_of, plain_model, token_logprobs, written_out_loss
+from torch.distributed.tensor import DTensor
 
 from rlpost.algorithms.online import PolicyGradient
 from rlpost.algorithms.protocol import RunFacts
@@ -177,6 +178,36 @@ def test_gradient_checkpointing_small_logprob_chunks_and_zero2_change_nothing(pr
     with processes.trainers(worker_settings(optimizer=FROZEN_LR, training=training), ranks=2) as trainers:
         [by_rank] = updates(trainers, [(case.minibatch(case.groups, "token_mean"), 110)])
     assert_same_gradient(by_rank[0][1], case.expected(case.groups, "token_mean")[1], "other memory settings")
+
+
+def reduced_between_micro_batches(worker: Any, request: UpdateRequest) -> list[bool]:
+    """In a rank: before each micro-batch but the first, whether all gradients of those before lie in shards already."""
+    found: list[bool] = []
+
+    class Watched(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for micro in super().__iter__():
+                found.append(all(isinstance(parameter.grad, DTensor) for parameter in worker.model.parameters()))
+                yield micro
+
+    worker.update(replace(request, micro_batches=Watched(request.micro_batches)))
+    return found[1:]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_no_whole_gradient_waits_for_the_last_micro_batch_unless_weights_stay_whole_too(
+    processes: RankProcesses, case: Case, reshard: bool
+) -> None:
+    """A whole float32 gradient on every rank is a hidden copy of the model."""
+    batch = case.minibatch(case.groups, "token_mean")
+    with processes.trainers(
+        worker_settings(optimizer=FROZEN_LR, training=TrainingConfig(reshard_after_forward=reshard)), ranks=2
+    ) as trainers:
+        requests = update_requests(
+            batch.terms, batch.denominator, ALGORITHM.components(), ranks=2, micro_batch_tokens=75, temperature=TEMPERATURE
+        )
+        by_rank = trainers.apply_each(reduced_between_micro_batches, [(request,) for (request,) in requests])
+    assert all(len(found) >= 2 and set(found) == {reshard} for found in by_rank)
 
 
 def test_engine_logprobs_of_the_present_version_show_as_parity_and_only_those(processes: RankProcesses, case: Case) -> None:
