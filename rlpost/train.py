@@ -59,6 +59,7 @@ def dry_run(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
 def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
     """Load inputs, start Ray and all parts, run the loop. The last line printed is ``run: DIRECTORY``."""
     from rlpost.driver.inputs import Inputs, OfflineInputs, load_inputs, load_offline_inputs
+    from rlpost.driver.plan_check import PlanCheck
     from rlpost.driver.run import RunContext, run_with_restarts
     from rlpost.driver.run_directory import open_run, write_config
     from rlpost.observe import Console, make_trackers, setup_logging
@@ -84,10 +85,19 @@ def train(loaded: LoadedConfig, warnings: Sequence[str]) -> int:
             names, run.path, config={"yaml": loaded.yaml}, project=config.observe.wandb_project, run_name=config.name, console=console
         )
         with closing(made) as trackers:
+            plan = PlanCheck.start(config, derived, run.path, console.message)
             context = RunContext(
-                config=config, derived=derived, inputs=inputs, run_dir=run.path.absolute(), console=console, trackers=trackers
+                config=config,
+                derived=derived,
+                inputs=inputs,
+                run_dir=run.path.absolute(),
+                console=console,
+                trackers=trackers,
+                plan=plan,
             )
             stopped = run_with_restarts(context, run.checkpoint and run.checkpoint.absolute())
+            if plan is not None:
+                plan.report(console.message, console.warning)
     finally:
         console.close()
     print(f"run: {run.path}", flush=True)

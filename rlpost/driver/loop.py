@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlpost.checkpoint import directory as checkpoints
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
+from rlpost.driver.plan_check import PlanCheck
 from rlpost.observe import Console, PhaseClock, Trackers, read_metrics
 from rlpost.types import ConfigError
 
@@ -38,6 +39,8 @@ class Loop(ABC):
     """Set by a signal: finish the step, save, end."""
     trainers: TrainerGroup
     critic: TrainerGroup | None = None
+    plan: PlanCheck | None = None
+    """What the run was expected to take; None where no plan could be made."""
     step: int = 0
     """Steps done."""
     record: dict[str, Any] = field(default_factory=dict)
@@ -132,5 +135,7 @@ class Loop(ABC):
         record = {"step": self.step, **self.identity(), **self.clock.finish_step(), **self.record}
         record["memory/driver_peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         self.record = {}
+        if self.plan is not None and not self.more:
+            record.update(self.plan.errors(record))
         self.trackers.log(record, self.step)
         self.clock.start_step()

@@ -19,6 +19,7 @@ from rlpost.driver.inputs import Inputs, OfflineInputs
 from rlpost.driver.loop import Loop
 from rlpost.driver.offline import OfflineRun
 from rlpost.driver.online import OnlineRun
+from rlpost.driver.plan_check import PlanCheck
 from rlpost.observe import Console, PhaseClock, Trackers
 from rlpost.types import InfrastructureError
 
@@ -35,6 +36,7 @@ class RunContext:
     run_dir: Path
     console: Console
     trackers: Trackers
+    plan: PlanCheck | None = None
     stop_requested: threading.Event = field(default_factory=threading.Event)
     """Set by the first signal; unlike the loop's own event it outlives the attempt that the signal came in."""
 
@@ -68,6 +70,7 @@ async def start(context: RunContext, stack: AsyncExitStack, stop: asyncio.Event)
     common: dict[str, Any] = {
         "config": context.config, "derived": context.derived, "run_dir": context.run_dir, "console": context.console,
         "clock": PhaseClock(on_change=context.console.phase), "trackers": context.trackers, "stop": stop,
+        "plan": context.plan,
     }  # fmt: skip
     run: Loop
     if isinstance(context.inputs, OfflineInputs):

@@ -120,7 +120,7 @@ _ROWS = (
     (
         "plan/error_<phase>",
         "share",
-        "In the last record: what the plan says of a phase's seconds (of this run's lengths) over the measured ones, less 1; "
+        "Last step only: what the plan says of a phase's seconds (of this run's lengths) over the measured ones, less 1; "
         "memory_trainer and memory_engine are peak bytes, step is the whole step.",
     ),
     ("engine/restarts", "count", "Engines started again since the run began."),

@@ -114,9 +114,8 @@ class ConsoleTracker:
         self._console = context.console
 
     def log(self, record: Mapping[str, Value], step: int) -> None:
-        """Show the step; what the plan got wrong is shown as a table of its own."""
-        if not all(name == "step" or name.startswith("plan/") for name in record):
-            self._console.step({**record, "step": step})
+        """Show the step."""
+        self._console.step({**record, "step": step})
 
     def truncate_after(self, step: int) -> None:
         """Nothing: what was shown was shown."""

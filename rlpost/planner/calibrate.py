@@ -25,13 +25,14 @@ from rlpost.planner.measured import CONFIG_FILE, MeasuredRun, read_run
 from rlpost.planner.options import PlanOptions
 from rlpost.planner.plan import plan_hardware
 from rlpost.planner.quantities import GB
+from rlpost.planner.seconds import TRAINER_BYTES, process_rates
 from rlpost.types import ConfigError
 
 GROUPS = (
     ("prefill_flops", "decode_bytes", "decode_flops", "decode_step_s", "sample_s"),
     ("forward_flops", "forward_layer_s"),
     ("train_flops", "train_layer_s", "optimizer_bytes", "update_s", "collectives"),
-    ("sync_collective", "sync_ipc", "sync_disk", "delta_scan", "sync_s"),
+    ("sync_read", "sync_collective", "sync_ipc", "sync_disk", "delta_scan", "sync_s"),
     ("checkpoint_bytes", "checkpoint_s"),
     ("wait_s", "wait_sample_s"),
     ("reward_sample_s",),
@@ -127,7 +128,8 @@ def read_sync_bench(path: Path, found: dict[str, Any], hardware: Hardware) -> li
     if found.get("benchmark") != "sync" or not isinstance(found.get("transports"), dict):
         raise ConfigError(f"{path} is not a file of rlpost.bench sync --json; expected one, or a run directory")
     full = float(found["full_bytes"])
-    members = int(found["ranks"]) + int(found["engines"])
+    ranks, members = int(found["ranks"]), int(found["ranks"]) + int(found["engines"])
+    read = TRAINER_BYTES * float(found["parameters"]) / ranks / process_rates(hardware, 1, ranks).bytes_per_second
     runs = []
     for name, row in found["transports"].items():
         carrier, size = row["carrier"], float(row["bytes"])
@@ -141,8 +143,10 @@ def read_sync_bench(path: Path, found: dict[str, Any], hardware: Hardware) -> li
             Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"),
         ]
         if row["mode"] == "delta":
-            scan = full / int(found["ranks"]) / GB
+            scan = full / ranks / GB
             works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} GB of weights a rank"))
+        else:
+            works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula="float32 weights, read once"))
         runs.append(
             MeasuredRun(
                 source=f"{path} {name}",

@@ -23,6 +23,8 @@ from rlpost.planner.sync import RLPOST_DELTA_BYTES, delta_bytes, full_bytes, mea
 from rlpost.planner.timing import EngineSpeed, Generation, forward_flops, generate, update_flops
 from rlpost.planner.workload import Workload
 
+TRAINER_BYTES = 4
+"""Of a weight in the trainer, which is float32."""
 HIDDEN_SHARE = 0.9
 """Of collectives and arithmetic that go on at once, what of the shorter one hides behind the longer (assumed)."""
 
@@ -254,6 +256,10 @@ def sync_works(job: Job, carrier: str, *, delta: bool, changed: float) -> list[W
         what = f"{changed:.3g} of {parameters:,} parameters, one sync of {job.config.weights.keyframe_every + 1} in full"
         scan = full_bytes(parameters, each) / job.derived.ranks / GB
         works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} GB of weights a rank"))
+    else:
+        read = TRAINER_BYTES * parameters / job.derived.ranks / job.trainer_rates(job.derived.ranks).bytes_per_second
+        formula = f"{parameters:,} parameters x {TRAINER_BYTES} B / {job.derived.ranks} ranks"
+        works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula=formula))
     seconds = link_seconds(job, carrier, size)
     works.append(Work(phase="sync", coefficient=f"sync_{carrier}", amount=seconds, formula=f"{what} = {size / 1e9:.4g} GB, {carrier}"))
     works.append(Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -63,6 +64,17 @@ def test_each_step_has_every_promised_metric_and_none_that_is_undocumented(run: 
         missing = [name for name in REQUIRED if not isinstance(record.get(name), (int, float))]
         assert not missing, (record["step"], missing)
         assert record["policy_version"] == record["step"]
+
+
+def test_the_plan_is_written_and_compared_with_the_run_in_its_last_record(run: Finished) -> None:
+    assert json.loads((run.directory / "plan.json").read_text())["fits"] is True
+    *others, last = run.records
+    errors = {name: value for name, value in last.items() if name.startswith("plan/error_")}
+    assert {f"plan/error_{name}" for name in ("generate", "update", "step", "memory_trainer", "memory_engine")} <= set(errors)
+    assert not any(name.startswith("plan/") for record in others for name in record)
+    # Speeds are assumed, but what a process needs is known: within a quarter on any machine.
+    assert all(abs(errors[f"plan/error_memory_{role}"]) < 0.25 for role in ("trainer", "engine")), errors
+    assert "plan against run" in run.output
 
 
 def test_phases_add_up_to_the_step(run: Finished) -> None:

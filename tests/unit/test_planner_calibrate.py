@@ -122,7 +122,7 @@ def test_a_file_that_is_no_calibration_is_refused_with_what_is_wrong(tmp_path: P
 
 
 def bench(**transports: dict[str, object]) -> dict[str, object]:
-    return {"benchmark": "sync", "full_bytes": 2e9, "ranks": 2, "engines": 1, "transports": transports}
+    return {"benchmark": "sync", "full_bytes": 2e9, "parameters": 10**9, "ranks": 2, "engines": 1, "transports": transports}
 
 
 def test_a_sync_benchmark_calibrates_the_transports_that_it_has(tmp_path: Path) -> None:
