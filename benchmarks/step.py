@@ -101,13 +101,14 @@ def ours(case: Case, run_dir: Path, steps: int, *extra: str) -> Measured:
     )  # fmt: skip
 
 
-def measure_case(name: str, steps: int, peer: bool, overlap: bool) -> dict[str, Any]:
-    """All figures of one case."""
+def measure_case(name: str, steps: int, peer: bool, overlap: bool, keep: Path | None = None) -> dict[str, Any]:
+    """All figures of one case; its run directories stay under ``keep``."""
     case = CASES[name]
     steps *= case.steps_factor
     model = build(case.model)
-    with tempfile.TemporaryDirectory(prefix="rlpost-bench-") as scratch:
-        run_dir = Path(scratch) / "ours"
+    with tempfile.TemporaryDirectory(prefix="rlpost-bench-") as temporary:
+        scratch = Path(temporary) if keep is None else keep.absolute() / name
+        run_dir = scratch / "ours"
         run = ours(case, run_dir, steps)
         limits = [limit(model, case, run_dir)]
         trl = None
@@ -122,9 +123,9 @@ def measure_case(name: str, steps: int, peer: bool, overlap: bool) -> dict[str, 
                 *map(str, case.stops),
             ]
             trl = last_json(command)
-        again = ours(case, Path(scratch) / "again", steps)
-        limits.append(limit(model, case, Path(scratch) / "again"))
-        lag = ours(case, Path(scratch) / "overlap", steps, "schedule.max_staleness=1") if overlap else None
+        again = ours(case, scratch / "again", steps)
+        limits.append(limit(model, case, scratch / "again"))
+        lag = ours(case, scratch / "overlap", steps, "schedule.max_staleness=1") if overlap else None
         mix = lengths(run_dir)
     return summarise(name, [run, again], limits, trl, lag, mix)
 
@@ -206,6 +207,7 @@ def main() -> int:
     parser.add_argument("--cases", default="25m", help=f"comma-separated, of {', '.join(CASES)} (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of one run (default: %(default)s)")
     parser.add_argument("--no-peer", action="store_true", help="leave TRL out (also when it is not installed)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs there, for rlpost.plan calibrate")
     parser.add_argument("--overlap", action="store_true", help="also run with max_staleness=1")
     options = parser.parse_args()
     peer = not options.no_peer and importlib.util.find_spec("trl") is not None
@@ -213,7 +215,7 @@ def main() -> int:
         print("TRL is not installed (.venv/bin/pip install 'trl==1.16.0'): its column is left out")
     results = []
     for name in options.cases.split(","):
-        results.append(measure_case(name, options.steps, peer, options.overlap))
+        results.append(measure_case(name, options.steps, peer, options.overlap, options.keep))
         show(results[-1])
     first = results[0]
     print(
