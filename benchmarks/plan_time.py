@@ -108,9 +108,9 @@ def run_setting(setting: Setting, directory: Path, steps: int) -> Path:
     settings = {
         "model.path": make_model(setting.model, directory), "data.train": make_prompts(setting.prompt, directory),
         "data.evaluation": "null", "data.max_prompt_tokens": setting.prompt + 8, "evaluation.every": 0, "checkpoint.every": 0,
-        "training.ranks": 1,        "algorithm.group_size": setting.group, "sampling.max_new_tokens": setting.new, "schedule.prompts_per_step": setting.prompts,
-        "schedule.steps": steps, "training.optimizer.lr": 1e-9, "engine.kv_cache_mib": 256, "observe.trackers": "[jsonl]",
-        "run_dir": run_dir,
+        "training.ranks": 1, "algorithm.group_size": setting.group, "sampling.max_new_tokens": setting.new,
+        "schedule.prompts_per_step": setting.prompts, "schedule.steps": steps, "training.optimizer.lr": 1e-9,
+        "engine.kv_cache_mib": 256, "observe.trackers": "[jsonl]", "run_dir": run_dir,
     }  # fmt: skip
     command = [sys.executable, "-m", "rlpost.train", "config=grpo_tiny", *(f"{k}={v}" for k, v in settings.items()), *setting.others]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
