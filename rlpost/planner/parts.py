@@ -178,12 +178,11 @@ def plan_step(job: Job, calibration: Calibration, options: PlanOptions) -> StepP
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
-def engine_plan(job: Job, memory: Footprint) -> EnginePlan:
+def engine_plan(job: Job, memory: Footprint, calibration: Calibration) -> EnginePlan:
     """Room of the KV cache against what a step wants."""
     process = memory.process("engine") or memory.process("trainer and engine")
     assert process is not None, "a run with rollouts has an engine"
     work, derived = job.workload, job.derived
-    calibration = Calibration(device=job.hardware.device)
     setup = engine_setup(job.config, derived, job.shape, job.hardware, calibration)
     wanted = min(job.config.engine.max_num_seqs, -(-work.samples // derived.engines))
     mean = max(1, round(fmean(work.lengths)))

@@ -102,7 +102,7 @@ def make_plan(config: RunConfig, options: PlanOptions, *, workload: Workload | N
         given=tuple(_given(config, options, hardware, workload)),
         memory=memory,
         largest_micro_batch_tokens=_largest_micro_batch(config, derived, shape, hardware, calibration, workload),
-        engine=None if derived.offline else engine_plan(job, memory),
+        engine=None if derived.offline else engine_plan(job, memory, calibration),
         step=step,
         sync=None if derived.offline else sync_plan(job, calibration, options),
         split=split_plan(job, calibration, step),

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class ModelShape:
         """Elements of all heads' keys of one token."""
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that are layers of their own, so that LoRA can reach them: experts and output layer are not among them."""
         hidden, wide, narrow, dense = self.hidden, self.query_width, self.kv_width, self.layers - self.sparse_layers
@@ -87,7 +88,7 @@ class ModelShape:
         ]  # fmt: skip
         return tuple(Linear(name=name, inputs=i, outputs=o, count=count) for name, i, o, count in sizes if count)
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, int]:
         """Parameters by part; their sum is ``parameters``."""
         linear = {one.name: one.elements for one in self.linears}

@@ -47,12 +47,8 @@ def load(*words: str) -> RunConfig:
     return with_settings(BASE, {key: override_value(text, field.annotation) for key, (field, text) in fields.items() if field})
 
 
-def holds_everything(plan: Plan) -> bool:
-    return plan.memory.fits and (plan.engine is None or plan.engine.kv_tokens >= plan.derived.max_model_len)
-
-
 def fits(words: tuple[str, ...], options: PlanOptions) -> bool:
-    return holds_everything(make_plan(load(*words), options))
+    return make_plan(load(*words), options).fits
 
 
 @cache
@@ -128,14 +124,14 @@ def test_each_misfit_gets_its_change_and_the_change_fits(words: tuple[str, ...],
     config = load(*words)
     before = copy.deepcopy(config)
     plan = make_plan(config, options)
-    assert not holds_everything(plan)
+    assert not plan.fits
     advice = propose(config, options, plan)
     assert config == before, "the user's configuration was changed"
     assert (advice.fits, advice.fits_with_changes, advice.changes) == (False, True, changes)
     assert "a step of" in advice.cost
     changed = load_config([*SMALL, *words, *advice.changes]).config
     check(changed)
-    assert holds_everything(make_plan(changed, options))
+    assert make_plan(changed, options).fits
 
 
 def test_a_colocated_engine_gives_back_no_more_than_the_trainers_context_needs() -> None:
@@ -182,11 +178,13 @@ def test_a_change_that_rounds_nothing_comes_before_one_that_does() -> None:
 
 
 def test_the_whole_model_is_trained_as_long_as_several_changes_allow_it() -> None:
-    words = (M8B, *LEAST, NO_CHECKPOINTING)
-    options = gpus(memory=trainer_gib(*words, CHECKPOINTING, "training.optimizer.name=adamw_bf16") + 0.1)
-    assert fits((*words, "training.lora.rank=16"), options), "that one change would be enough"
+    words = (M8B, *LEAST[:2], NO_CHECKPOINTING, "training.micro_batch_tokens=3072")
+    several, adapters = (CHECKPOINTING, "training.optimizer.name=adamw_bf16"), "training.lora.rank=16"
+    options = gpus(memory=max(trainer_gib(*words, *several), trainer_gib(*words, adapters)) + 0.1)
+    others = ("training.optimizer.name=adamw_8bit", "training.micro_batch_tokens=1536", *several)
+    assert not any(fits((*words, one), options) for one in others), "only adapters would be enough alone"
     changes = propose(load(*words), options).changes
-    assert "training.lora.rank=16" not in changes and fits((*words, *changes), options)
+    assert len(changes) > 1 and adapters not in changes and fits((*words, *changes), options)
 
 
 def test_ranks_beyond_the_machine_are_not_proposed() -> None:
@@ -195,6 +193,13 @@ def test_ranks_beyond_the_machine_are_not_proposed() -> None:
     on = {count: PlanOptions(nodes=1, gpus=count, gpu="H100-80GB", gpu_memory=memory) for count in (3, 4)}
     assert propose(load(*words), on[3]).changes != THREE_RANKS
     assert propose(load(*words), on[4]).changes == THREE_RANKS
+
+
+def test_a_second_gpu_for_an_engine_is_not_taken_from_a_full_machine() -> None:
+    words = (M8B, *LEAST, "training.lora.rank=16", "training.ranks=7", "engine.count=1")
+    advice = propose(load(*words), gpus(memory=16))
+    assert advice.changes == () and "engine lacks" in " ".join(advice.notes) and "trainer lacks" not in " ".join(advice.notes)
+    assert propose(load(*words), PlanOptions(nodes=2, gpus=8, gpu="H100-80GB", gpu_memory=16)).changes == ("engine.tensor_parallel=2",)
 
 
 @pytest.mark.parametrize(("memory", "changes"), [(38, ("engine.tensor_parallel=2", "engine.count=3")), (28, ())])
@@ -230,23 +235,19 @@ def test_when_nothing_is_enough_the_number_of_gpus_is_said() -> None:
 
 
 def test_offline_pairs_stay_in_one_micro_batch() -> None:
-    """Micro-batches are not proposed below the two answers of a pair, nor anything of engines."""
-    words = (
-        "config=dpo_tiny",
-        M8B,
-        "placement.device=gpu",
-        "data.max_tokens=4096",
-        "training.micro_batch_tokens=32768",
-        "training.ranks=4",
-    )
-    least = make_plan(load_config([*words, CHECKPOINTING, "training.micro_batch_tokens=8192"]).config, gpus(memory=200))
-    options = gpus(memory=least.memory.processes[0].peak[1] / GIB + 0.1)
-    advice = propose(load_config(words).config, options)
-    assert not advice.fits and advice.fits_with_changes
-    assert not [change for change in advice.changes if change.startswith(("engine.", "placement.", "weights."))]
-    rows = [int(change.partition("=")[2]) for change in advice.changes if change.startswith("training.micro_batch_tokens")]
-    assert all(tokens >= 2 * 4096 for tokens in rows)
-    assert make_plan(load_config([*words, *advice.changes]).config, options).memory.fits
+    """Down to the two answers of a pair and no further, and nothing of engines."""
+    words = ["config=dpo_tiny", M8B, "placement.device=gpu", "data.max_tokens=4096", "training.ranks=16", "schedule.prompts_per_step=512"]
+    words += [CHECKPOINTING, "training.logprob_chunk_tokens=128", "training.micro_batch_tokens=30000"]
+
+    def peak(tokens: int) -> float:
+        config = load_config([*words, f"training.micro_batch_tokens={tokens}"]).config
+        return make_plan(config, gpus("h100-16", 200)).memory.processes[0].peak[1] / GIB
+
+    between_pairs = (peak(30000 * 3 // 8) + peak(8192)) / 2
+    advice = propose(load_config(words).config, gpus("h100-16", between_pairs))
+    assert advice.changes == ("training.micro_batch_tokens=8192",)
+    less = propose(load_config(words).config, gpus("h100-16", peak(8192) - 0.1)).changes
+    assert less and not [change for change in less if change.startswith(("engine.", "placement.", "weights."))]
 
 
 def test_a_critic_that_does_not_fit_gets_more_ranks() -> None:
@@ -282,7 +283,7 @@ def test_on_cpu_only_what_a_cpu_has_is_proposed_and_it_fits(short_of: float) -> 
     assert not [change for change in advice.changes if change.startswith(gpu_only)]
     changed, replanned = on_cpu(memory, *advice.changes)
     check(changed)
-    assert holds_everything(replanned)
+    assert replanned.fits
 
 
 def test_on_cpu_a_cache_too_small_for_one_sequence_grows_to_it() -> None:
@@ -292,7 +293,7 @@ def test_on_cpu_a_cache_too_small_for_one_sequence_grows_to_it() -> None:
     assert plan.memory.fits and not advice.fits, "vLLM would refuse to start"
     each = kv_bytes_per_token(plan.shape, bytes_per_element=4)
     assert advice.changes == (f"engine.kv_cache_mib={math.ceil(40016 * each / MIB)}",)
-    assert holds_everything(on_cpu(64, *words, *advice.changes)[1])
+    assert on_cpu(64, *words, *advice.changes)[1].fits
 
 
 def test_on_cpu_without_any_change_that_is_enough_the_memory_is_said() -> None:
