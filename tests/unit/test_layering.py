@@ -16,13 +16,15 @@ ROOT = Path(rlpost.__file__).parent
 
 LAYERS = [
     {"train", "plan", "doctor", "bench", "report"},
+    {"diagnosis"},
     {"driver"},
     {"rollout", "training", "weights", "checkpoint", "cluster"},
     {"algorithms", "data", "environments", "rewards", "observe", "planner", "models"},
     {"plugins"},
     {"types", "config"},
 ]
-"""From the top. ``models`` (the embedded models and tasks, read by ``data``) and ``plugins`` (names to objects) are not named there."""
+"""From the top. ``diagnosis`` (what rlpost.doctor checks), ``models`` (the embedded models and tasks, read by ``data``) and ``plugins`` (names
+to objects) are not named there."""
 
 ENTRY_POINTS = {"rewards.__main__", "models.__main__", "checkpoint.__main__"}
 """``python -m rlpost.PACKAGE``: entry points that live in their package."""
