@@ -185,8 +185,8 @@ def generate_works(job: Job, engines: int | None = None, phase: str = "generate"
     prefill = 2.0 * job.shape.multiplied_parameters * work.prefill / engines
     samples = math.ceil(work.samples / engines)
     prompts = f"{work.prefill:,} tokens / {engines} engines: {_flops(prefill, rates)}"
-    reading = f"{done.reading_steps:,} steps that wait for memory, {done.reading_s:.4g} s"
-    computing = f"{done.steps - done.reading_steps:,} steps that wait for arithmetic, {done.arithmetic_s:.4g} s"
+    reading = f"weights and KV in {done.steps:,} steps, {done.reading_s:.4g} s at {rates.bytes_per_second / 1e9:g} GB/s"
+    computing = f"{done.tokens:,} tokens, {done.arithmetic_s:.4g} s at {rates.flops_per_second:.3g} FLOP/s"
     steps = f"{done.steps:,} decoding steps; longest answer {max(work.answers):,} tokens"
     works = [
         Work(phase=phase, coefficient="prefill_flops", amount=prefill / rates.flops_per_second, formula=prompts),

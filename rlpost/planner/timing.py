@@ -134,10 +134,8 @@ class Generation:
     steps: int
     tokens: int
     reading_s: float = 0.0
-    """Of ``seconds``, those of steps that memory bandwidth bounds, without their overhead, and the number of these steps."""
-    reading_steps: int = 0
+    """Of all steps, reading alone; ``arithmetic_s`` the same of arithmetic. ``seconds`` has the longer of the two of each step."""
     arithmetic_s: float = 0.0
-    """The same of the other steps, which arithmetic bounds."""
 
 
 def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths: Sequence[int], slots: int) -> Generation:
@@ -149,7 +147,7 @@ def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths:
     require_at_least(1, slots=slots)
     require_at_least(0, prompt_tokens=prompt_tokens)
     waiting, running = list(reversed(lengths)), list[tuple[int, int]]()  # running: step at which it ends, its length
-    now, reading_s, reading_steps, arithmetic_s, contexts = 0, 0.0, 0, 0.0, 0
+    now, seconds, reading_s, arithmetic_s, contexts = 0, 0.0, 0.0, 0.0, 0
     while waiting or running:
         while waiting and len(running) < slots:
             length = waiting.pop()
@@ -157,17 +155,15 @@ def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths:
             contexts += prompt_tokens
         count, steps = len(running), running[0][0] - now
         reading, arithmetic = decode_bounds(shape, speed, count, contexts + count * np.arange(steps))
-        bound = reading >= arithmetic
-        reading_s, reading_steps = reading_s + float(reading[bound].sum()), reading_steps + int(bound.sum())
-        arithmetic_s += float(arithmetic[~bound].sum())
+        seconds += float(np.maximum(reading, arithmetic).sum()) + steps * speed.step_overhead_s
+        reading_s, arithmetic_s = reading_s + float(reading.sum()), arithmetic_s + float(arithmetic.sum())
         contexts += count * steps
         now += steps
         while running and running[0][0] == now:
             contexts -= prompt_tokens + heapq.heappop(running)[1]
     floor = float(decode_step_seconds(shape, speed, 1, prompt_tokens + np.arange(max(lengths))).sum())
     return Generation(
-        seconds=reading_s + arithmetic_s + now * speed.step_overhead_s, floor_s=floor, steps=now, tokens=sum(lengths),
-        reading_s=reading_s, reading_steps=reading_steps, arithmetic_s=arithmetic_s,
+        seconds=seconds, floor_s=floor, steps=now, tokens=sum(lengths), reading_s=reading_s, arithmetic_s=arithmetic_s
     )  # fmt: skip
 
 
