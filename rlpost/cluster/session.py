@@ -48,8 +48,8 @@ def connect(address: str | None) -> dict[str, Any]:
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray cluster answers at {address!r} (placement.ray_address or RAY_ADDRESS): {error}; start one there with "
-            "`ray start --head`, correct the address, set RAY_AUTH_MODE=token when the head has a token (~/.ray/auth_token there), or leave "
-            "it out to start Ray on this machine"
+            "`ray start --head`, correct the address, set RAY_AUTH_MODE=token when the head has a token (~/.ray/auth_token), or leave it "
+            "out to start Ray on this machine"
         ) from error
     return {"where": address, "resources": ray.cluster_resources()}
 

@@ -17,6 +17,8 @@ from rlpost.planner.shapes import ModelShape
 
 Checkpointing = Literal["none", "selective", "full", "offload"]
 POLICIES: tuple[Checkpointing, ...] = ("none", "selective", "full", "offload")
+LAYER_AT_WORK = "one layer's activations"
+"""The line of what is there while a layer is computed (again), and gone after it."""
 
 
 def gpt_activation_lines(
@@ -52,7 +54,7 @@ def gpt_activation_lines(
 def _checkpointed_lines(
     inputs: float, inputs_formula: str, layer: float, layer_formula: str, checkpointing: Checkpointing
 ) -> tuple[MemoryLine, ...]:
-    working = line("one layer's activations", layer, layer_formula)
+    working = line(LAYER_AT_WORK, layer, layer_formula)
     return (working,) if checkpointing == "offload" else (line("layer inputs", inputs, inputs_formula), working)
 
 
@@ -121,11 +123,12 @@ def full_logits_line(tokens: int, vocabulary: int, bytes_per_element: float, cop
 
 
 def chunked_logits_lines(
-    shape: ModelShape, tokens: int, chunk: int, *, gradient: bool, output_trained: bool = True
+    shape: ModelShape, tokens: int, chunk: int, *, gradient: bool, output_trained: bool = True, compute_bytes: float = 4
 ) -> tuple[MemoryLine, ...]:
     """Logits of rlpost's trainer (training/logprob.py): two float32 buffers of a chunk; in the backward pass the output weight's gradient.
 
-    ``gradient``: the update, not a pass for logprobs only. ``output_trained``: the output layer gets a gradient (not with LoRA).
+    ``tokens`` are those that are trained on. ``gradient``: the update, not a pass for logprobs only. ``output_trained``: the output layer
+    gets a gradient (not with LoRA). In 16 bits (``compute_bytes`` 2) a chunk's share of that gradient stands beside its float32 sum.
     """
     require_at_least(0, tokens=tokens)
     require_at_least(1, chunk=chunk)
@@ -133,8 +136,9 @@ def chunked_logits_lines(
     chunks = line("logits of a chunk", 2 * rows * shape.vocabulary * 4, f"2 x {rows:,} tokens x {shape.vocabulary:,} x 4 B")
     if not (gradient and output_trained):
         return (chunks,)
-    weight = line("output weight's gradient", shape.vocabulary * shape.hidden * 4, f"{shape.vocabulary:,} x {shape.hidden} x 4 B")
-    return (chunks, weight)
+    each = 4 + (compute_bytes if compute_bytes < 4 else 0)
+    formula = f"{shape.vocabulary:,} x {shape.hidden} x {each:g} B"
+    return (chunks, line("output weight's gradient", shape.vocabulary * shape.hidden * each, formula))
 
 
 # ---- the largest micro-batch -----------------------------------------------------------------------------------------

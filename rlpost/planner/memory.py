@@ -46,6 +46,13 @@ class StateRecipe:
     optimizer: float
     matrix_optimizer: float | None = None
     """Of the layers' matrices, where the optimizer treats them otherwise; None is ``optimizer``."""
+    step_shard: float = 0
+    """What a step makes beside these for all parameters at once: one float32 number each in torch's foreach AdamW (its denominators)."""
+    step_tensor: float = 0
+    """The same of optimizers that take one tensor after another: bytes an element of the largest."""
+    surplus: float = 0.25
+    """Share of what is used that a CPU's trainer holds beside it (roles.SURPLUS). Steps on one tensor after another make more: pieces of
+    every size that come and go."""
 
     @property
     def total(self) -> float:
@@ -56,11 +63,15 @@ class StateRecipe:
 SCALES_8BIT = 2 * 4 / 128
 """Both 8-bit moments have one float32 scale for 128 elements."""
 
+STEP_8BIT = 56
+"""Bytes an element of torchao's step on one tensor: both moments in float32, what goes into them, and 64-bit places in the table of 256
+values while they are quantised again (measured)."""
+
 RECIPES = {
-    "adamw": StateRecipe(weights=4, gradients=4, optimizer=8),
-    "adamw_bf16": StateRecipe(weights=4, gradients=4, optimizer=4),
-    "adamw_8bit": StateRecipe(weights=4, gradients=4, optimizer=2 + SCALES_8BIT),
-    "muon": StateRecipe(weights=4, gradients=4, optimizer=8, matrix_optimizer=4),
+    "adamw": StateRecipe(weights=4, gradients=4, optimizer=8, step_shard=4),
+    "adamw_bf16": StateRecipe(weights=4, gradients=4, optimizer=4, step_tensor=12, surplus=0.45),
+    "adamw_8bit": StateRecipe(weights=4, gradients=4, optimizer=2 + SCALES_8BIT, step_tensor=STEP_8BIT, surplus=0.7),
+    "muon": StateRecipe(weights=4, gradients=4, optimizer=8, matrix_optimizer=4, step_tensor=4),
     "mixed": StateRecipe(weights=2, gradients=2, optimizer=12),
     "mixed_float32_gradients": StateRecipe(weights=2, gradients=4, optimizer=12),
     "pure_bf16": StateRecipe(weights=2, gradients=2, optimizer=4),

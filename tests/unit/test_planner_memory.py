@@ -16,9 +16,16 @@ SHAPE = load_shape("150m")
 RECIPE = memory.RECIPES["adamw"]
 TRAINER = roles.TrainerSetup(ranks=2, recipe=RECIPE, micro_batch_tokens=8192)
 ANSWERING: tuple[roles.Phase, ...] = ("logprob",)
+UPDATING: tuple[roles.Phase, ...] = ("update",)
+DEVICES: tuple[roles.Device, ...] = ("cpu", "gpu")
 VALUED: tuple[roles.Role, ...] = ("policy", "critic")
 ANSWERING_ROLES: tuple[roles.Role, ...] = ("reference", "reward")
 ENGINE = roles.EngineSetup(kv_tokens=100_000, graphs_bytes=2**28)
+
+
+def entry(table: roles.MemoryTable, phase: roles.Phase) -> roles.PhaseMemory:
+    """The first role's part of a phase."""
+    return next(one for one in table.entries if one.phase == phase)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -54,7 +61,7 @@ def test_every_optimizer_of_the_configuration_has_a_recipe() -> None:
 
 
 def test_lines_are_named_carry_their_formula_and_are_assumed_until_measured() -> None:
-    for one in roles.trainer_table(SHAPE, TRAINER).entries[2].lines:
+    for one in entry(roles.trainer_table(SHAPE, TRAINER), "update").lines:
         assert one.name and " x " in one.formula and one.basis == "assumed"
 
 
@@ -120,7 +127,7 @@ def test_colocated_parts_make_room_for_one_another() -> None:
 
 def test_keeping_gathered_weights_costs_a_whole_copy_in_the_compute_dtype() -> None:
     def gathered(setup: roles.TrainerSetup) -> int:
-        update = roles.trainer_table(SHAPE, setup).entries[2]
+        update = entry(roles.trainer_table(SHAPE, setup), "update")
         return next(one.bytes for one in update.lines if one.name == "gathered weights")
 
     assert gathered(replace(TRAINER, reshard_after_forward=False)) == SHAPE.parameters * 2
@@ -143,15 +150,131 @@ def test_models_with_a_value_head_have_no_output_layer() -> None:
     """150m is tied, so there is nothing to save; a model that is not loses its output layer."""
     untied = replace(SHAPE, tied=False)
     states = [roles.trainer_table(untied, TRAINER, role=role).phase_bytes("checkpoint") for role in VALUED]
-    assert states[0] - states[1] == untied.vocabulary * untied.hidden * 16 // 2
+    assert states[0] - states[1] == untied.vocabulary * untied.hidden * 12 // 2  # gradients are in the update only
     frozen = [roles.frozen_table(untied, 1, role=role).phase_bytes("update") for role in ANSWERING_ROLES]
-    assert frozen[0] - frozen[1] == untied.vocabulary * untied.hidden * 2
+    assert frozen[0] - frozen[1] == untied.vocabulary * untied.hidden * 4
 
 
 def test_a_reference_is_there_in_its_phases_only() -> None:
     table = roles.frozen_table(SHAPE, 1024, role="reference", ranks=2, bytes_per_parameter=4, phases=ANSWERING)
     assert table.phase_bytes("logprob") > table.phase_bytes("update") == 0
     assert table.entries[0].lines[0].bytes == SHAPE.parameters * 2
+
+
+def sizes(table: roles.MemoryTable, phase: roles.Phase) -> dict[str, int]:
+    return {one.name: one.bytes for one in entry(table, phase).lines}
+
+
+def test_gradients_are_there_in_the_update_only() -> None:
+    """They are set to None after each step (training/worker.py)."""
+    table = roles.trainer_table(SHAPE, replace(TRAINER, micro_batch_tokens=64))
+    assert sizes(table, "update")["gradients"] == SHAPE.parameters * 4 // 2
+    others: tuple[roles.Phase, ...] = ("load", "generate", "logprob", "sync", "checkpoint")
+    assert not any("gradients" in names(table, phase) for phase in others)
+    assert table.phase_bytes("checkpoint") == SHAPE.parameters * 12 // 2
+
+
+def test_the_optimizers_step_is_the_peak_of_small_micro_batches_and_has_a_copy_of_the_shard_but_no_activations() -> None:
+    small, large = (entry(roles.trainer_table(SHAPE, replace(TRAINER, micro_batch_tokens=size)), "update") for size in (64, 8192))
+    assert (small.moment, large.moment) == ("optimizer step", "logits")
+    assert [one.name for one in small.lines] == ["weights", "optimizer", "gradients", "optimizer step"]
+    assert small.bytes == SHAPE.parameters * (4 + 8 + 4 + 4) // 2
+    assert "activations" in [one.name for one in large.lines] and "optimizer step" not in [one.name for one in large.lines]
+
+
+def test_checkpointed_layers_are_not_computed_again_beside_the_logits() -> None:
+    """Nor is there an unreduced gradient of a layer: the logits' chunk is gone when the first layer's backward begins."""
+    setup = replace(TRAINER, checkpointing="full", micro_batch_tokens=32768, logprob_chunk_tokens=64)
+    layer = entry(roles.trainer_table(SHAPE, setup), "update")
+    assert layer.moment == "backward of a layer"
+    assert "logits of a chunk" not in [one.name for one in layer.lines]
+    logits = entry(roles.trainer_table(SHAPE, replace(setup, micro_batch_tokens=4096, logprob_chunk_tokens=4096)), "update")
+    assert logits.moment == "logits"
+    assert "one layer's activations" not in [one.name for one in logits.lines]
+
+
+def test_a_vocabulary_larger_than_the_layers_peaks_where_embedding_and_output_layer_get_their_gradients() -> None:
+    wide = replace(SHAPE, vocabulary=262_144, tied=False)
+    setup = replace(TRAINER, ranks=1, micro_batch_tokens=8, compute_bytes=4)
+    update = entry(roles.trainer_table(wide, setup), "update")
+    assert update.moment == "end of the backward pass"
+    assert sizes(roles.trainer_table(wide, setup), "update")["gradients of embedding and output layer"] == wide.root_parameters * 8
+
+
+def test_several_micro_batches_keep_whole_gradients_on_every_rank() -> None:
+    """FSDP sums them unsharded until the last micro-batch (set_requires_gradient_sync)."""
+    name = "gradients of earlier micro-batches"
+    found = [sizes(roles.trainer_table(SHAPE, replace(TRAINER, micro_batches=2, ranks=ranks)), "update")[name] for ranks in (1, 8)]
+    assert found == [SHAPE.parameters * 4] * 2
+    assert name not in sizes(roles.trainer_table(SHAPE, TRAINER), "update")
+    adapters = roles.trainer_table(SHAPE, replace(TRAINER, micro_batches=2, adapters=1000))
+    assert sizes(adapters, "update")[name] == 4000
+
+
+def test_at_the_start_a_cpu_holds_the_whole_model_that_is_read_beside_its_shards() -> None:
+    cpu, gpu = (roles.trainer_table(SHAPE, replace(TRAINER, device=device)) for device in DEVICES)
+    assert sizes(cpu, "load") == {"weights": SHAPE.parameters * 2, "model as it is read": SHAPE.parameters * 4}
+    assert sizes(gpu, "load") == {"weights": SHAPE.parameters * 2, "largest tensor as it is read": SHAPE.vocabulary * SHAPE.hidden * 4}
+    frozen = roles.frozen_table(SHAPE, 16, role="reference", device="cpu")
+    assert frozen.peak == ("load", SHAPE.parameters * 8)
+
+
+def test_a_copy_of_the_initial_weights_is_in_host_memory_but_for_its_logprobs() -> None:
+    name = "copy of the initial weights"
+    cpu, gpu = (roles.trainer_table(SHAPE, replace(TRAINER, reference="initial", device=device)) for device in DEVICES)
+    assert [phase for phase in roles.PHASES if name in names(gpu, phase)] == ["logprob"]
+    assert [phase for phase in roles.PHASES if name in names(cpu, phase)] == list(roles.PHASES)
+    assert sizes(gpu, "logprob")[name] == SHAPE.parameters * 4 // 2
+
+
+def test_an_average_of_past_weights_has_what_is_trained_only() -> None:
+    full, lora = (
+        roles.trainer_table(SHAPE, replace(TRAINER, reference="moving_average", adapters=adapters)) for adapters in (0, 1_000_000)
+    )
+    assert sizes(full, "checkpoint")["average of past weights"] == SHAPE.parameters * 4 // 2
+    assert sizes(lora, "checkpoint")["average of past weights"] == 2_000_000
+
+
+def test_what_engines_hold_is_kept_in_host_memory() -> None:
+    cpu, gpu = (roles.trainer_table(SHAPE, replace(TRAINER, baseline_bytes_per_parameter=4, device=device)) for device in DEVICES)
+    assert sizes(cpu, "sync")["what engines hold, for deltas"] == SHAPE.parameters * 4 // 2
+    assert not any("what engines hold, for deltas" in names(gpu, phase) for phase in roles.PHASES)
+
+
+def test_on_a_cpu_malloc_keeps_a_share_of_what_is_used_and_more_with_steps_on_single_tensors() -> None:
+    def kept(optimizer: str) -> float:
+        table = roles.trainer_table(SHAPE, replace(TRAINER, recipe=memory.RECIPES[optimizer], device="cpu"))
+        assert table.without_surplus().phase_bytes("load") == table.phase_bytes("load")  # nothing was freed yet
+        return table.phase_bytes("update") / table.without_surplus().phase_bytes("update") - 1
+
+    assert kept("adamw") == pytest.approx(memory.RECIPES["adamw"].surplus, abs=1e-6)
+    assert kept("adamw_8bit") > kept("adamw_bf16") > kept("adamw") > 0
+    gpu = roles.trainer_table(SHAPE, TRAINER)
+    assert gpu == gpu.without_surplus()
+
+
+def test_a_reference_in_its_own_process_has_logits_and_a_reward_model_has_none() -> None:
+    reference, reward = (roles.frozen_table(SHAPE, 4096, role=role) for role in ANSWERING_ROLES)
+    assert "logits of a chunk" in names(reference, "logprob")
+    assert "logits of a chunk" not in names(reward, "logprob")
+    assert sizes(reference, "update") == {"weights": SHAPE.parameters * 4}
+
+
+def test_logits_need_rows_only_of_tokens_that_are_trained_on() -> None:
+    setup = replace(TRAINER, micro_batch_tokens=2048, target_tokens=1500, logprob_chunk_tokens=4096)
+    for phase in (*ANSWERING, *UPDATING):
+        assert sizes(roles.trainer_table(SHAPE, setup), phase)["logits of a chunk"] == 2 * 1500 * SHAPE.vocabulary * 4
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "moment"), [(1024, 64, "sampling"), (16, 8192, "prompts")])
+def test_an_engine_generates_with_prompts_in_a_layer_or_logits_whichever_is_more(sequences: int, tokens: int, moment: str) -> None:
+    table = roles.engine_table(SHAPE, replace(ENGINE, max_num_seqs=sequences, batched_tokens=tokens))
+    assert entry(table, "generate").moment == moment
+    extra = table.phase_bytes("generate") - table.phase_bytes("load")
+    expected = {"sampling": 5 * 1024 * SHAPE.vocabulary * 4, "prompts": 8192 * 3 * (SHAPE.feed_forward + SHAPE.hidden) * 2}
+    assert extra == expected[moment]
+    cpu = roles.engine_table(SHAPE, replace(ENGINE, max_num_seqs=sequences, batched_tokens=tokens, device="cpu"))
+    assert cpu.phase_bytes("generate") - cpu.phase_bytes("load") == (1 + roles.ENGINE_SURPLUS) * extra
 
 
 Changed = Callable[[Any], roles.TrainerSetup]
@@ -184,7 +307,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits_beside_the_states() -> No
 
 def test_the_memory_share_of_an_engine_is_its_peak_over_the_gpu() -> None:
     table = roles.engine_table(SHAPE, ENGINE)
-    assert roles.engine_memory_share(table, table.phase_bytes("sync") * 2) == 0.5
+    assert roles.engine_memory_share(table, table.phase_bytes("generate") * 2) == 0.5
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -215,6 +338,10 @@ def test_the_memory_share_of_an_engine_is_its_peak_over_the_gpu() -> None:
         (lambda: deepspeed.zero3_host_line(1, 8, 0), "nodes=0"),
         (lambda: roles.trainer_table(SHAPE, replace(TRAINER, ranks=0)), "ranks=0"),
         (lambda: roles.trainer_table(SHAPE, replace(TRAINER, micro_batch_tokens=-5)), "micro_batch_tokens=-5"),
+        (lambda: roles.trainer_table(SHAPE, replace(TRAINER, micro_batches=0)), "micro_batches=0"),
+        (lambda: roles.trainer_table(SHAPE, replace(TRAINER, target_tokens=-1)), "target_tokens=-1"),
+        (lambda: roles.engine_table(SHAPE, replace(ENGINE, max_num_seqs=-1)), "max_num_seqs=-1"),
+        (lambda: roles.engine_table(SHAPE, replace(ENGINE, batched_tokens=-1)), "batched_tokens=-1"),
         (lambda: roles.frozen_table(SHAPE, 1, role="reward", ranks=0), "ranks=0"),
         (lambda: roles.engine_table(SHAPE, replace(ENGINE, tensor_parallel=5)), "tensor_parallel=5"),
         (lambda: roles.engine_table(SHAPE, replace(ENGINE, kv_tokens=-1)), "kv_tokens=-1"),
