@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from rlpost.training.model import reshard
 from rlpost.training.optimizer import settings_kept
 from rlpost.types import RlpostError
 
@@ -37,7 +38,7 @@ def save_rank(directory: Path, rank: int, model: Any, optimizer: Any, schedule: 
 
     ``reference`` are the tensors of training.reference.Reference.state.
     """
-    model.reshard()
+    reshard(model)
     stepped = bool(optimizer.state)
     with _quiet():
         dcp.save(_state(model, optimizer, reference), checkpoint_id=str(directory / "tensors"))
@@ -61,7 +62,7 @@ def load_rank(directory: Path, rank: int, model: Any, optimizer: Any, schedule: 
     with; weights, moments, step counts and the schedule's position are the checkpoint's, which also go into the tensors of
     ``reference``. Raises RlpostError when the checkpoint was written with another optimizer, or has no such reference.
     """
-    model.reshard()
+    reshard(model)
     own = directory / f"rank_{rank:05d}.pt"
     # Our own file, in the user's run directory; it holds numpy and Python RNG states that weights_only refuses.
     extra = torch.load(own if own.exists() else directory / "rank_00000.pt", weights_only=False)

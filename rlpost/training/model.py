@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlpost.config.schema import TrainingConfig
@@ -101,6 +101,17 @@ def load_policy(
     scatter_weights(model, source, device)
     model.train()
     return model
+
+
+def reshard(model: Any) -> None:
+    """Give up every gathered parameter, of layers too: after a forward without backward they are plain whole tensors.
+
+    FSDP's own ``reshard`` reaches only the module that it is called on, and then the layers stay whole when
+    training.reshard_after_forward is off.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def no_dropout(config: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlpost.training.lora import adapters_off
+from rlpost.training.model import reshard
 from rlpost.training.protocol import WorkerSettings
 
 
@@ -71,8 +72,8 @@ class MovingAverage(Reference):
         self.averages = {name: parameter.detach().clone() for name, parameter in self._trained()}
 
     def _trained(self) -> list[tuple[str, torch.Tensor]]:
-        # After a forward without backward the root's parameters are gathered ones, which nobody should change.
-        self.model.reshard()
+        # After a forward without backward parameters are gathered ones, which nobody should change.
+        reshard(self.model)
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     @torch.no_grad()

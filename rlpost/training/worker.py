@@ -161,7 +161,7 @@ class TrainerRank:
         tally = _Tally()
         for micro in request.micro_batches:
             self._loss(micro, self.model(micro, request.temperature), request, tally)
-        self.model.reshard()
+        models.reshard(self.model)
         tally.maxima["memory"] = self.peak_memory_gib()
         return tally.reduce()
 
@@ -187,7 +187,7 @@ class TrainerRank:
     @torch.no_grad()
     def _forward(self, model: Any, micro_batches: Sequence[MicroBatch], temperature: float, what: str = "logprobs") -> list[np.ndarray]:
         result = [getattr(model(micro, temperature), what)[: len(micro.target)].cpu().numpy() for micro in micro_batches]
-        model.reshard()
+        models.reshard(model)
         return result
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -200,8 +200,8 @@ class TrainerRank:
 
     def open_weights(self, engine_dtype: str, bucket_bytes: int, keep_baseline: bool) -> WeightsManifest:
         """Prepare to send weights in ``engine_dtype``; returns what there is. LoRA adapters go alone or merged, as configured."""
-        # After a forward without backward the root stays gathered: its parameters would be plain tensors on every rank.
-        self.model.reshard()
+        # After a forward without backward parameters stay gathered: plain tensors on every rank.
+        models.reshard(self.model)
         weights = ShardedWeights(self.model, engine_dtype, bucket_bytes, merge_adapters=self.settings.training.lora.sync == "merged")
         self.sender = WeightSender(weights, self.device, host=_node_address(), keep_baseline=keep_baseline)
         return self.sender.manifest

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rlpost.rollout.engine import EngineSettings, VllmEngine
 from rlpost.training.group import RankActor
+from rlpost.training.model import reshard
 from rlpost.training.protocol import WorkerSettings
 from rlpost.training.worker import TrainerRank
 from rlpost.weights.collective import join_store, make_group, serve_store, start_broadcast
@@ -150,7 +151,7 @@ class MeasuredRank(TrainerRank):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-        self.model.reshard()
+        reshard(self.model)
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         dcp.load(state, checkpoint_id=str(Path(directory) / "tensors"))
         set_model_state_dict(self.model, state["model"])

@@ -13,6 +13,7 @@ import torch
 from gloo_ranks import RankProcesses, Trainers, make_groups, worker_settings
 from plain_models import logprobs_of, plain_model, untied_model
 from policy_updates import step, terms_of, weights
+from torch.distributed.tensor import DTensor
 
 from rlpost.config.schema import LoraConfig, OptimizerConfig, TrainingConfig
 from rlpost.types import ConfigError, RlpostError
@@ -29,8 +30,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return untied_model(tmp_path_factory.mktemp("model") / "untied")
 
 
-def settings(source: Path, mode: str, *, adapters: int = 0) -> Any:
-    training = TrainingConfig(lora=LoraConfig(rank=adapters))
+def settings(source: Path, mode: str, *, adapters: int = 0, reshard: bool = True) -> Any:
+    training = TrainingConfig(lora=LoraConfig(rank=adapters), reshard_after_forward=reshard)
     optimizer = OptimizerConfig(lr=2e-2, eps=1e-3)
     return replace(worker_settings(source, optimizer=optimizer, training=training), reference_mode=mode, reference_decay=DECAY)
 
@@ -86,6 +87,28 @@ def test_initial_weights_stay_the_reference_while_the_policy_moves(processes: Ra
         train(trainers, range(STEPS))
         np.testing.assert_array_equal(logprobs(trainers, "reference_logprobs"), start)
         assert np.abs(logprobs(trainers, "logprobs") - start).max() > 1e-2
+
+
+def whole_parameters(worker: Any) -> list[str]:
+    """In a rank: names of parameters that are gathered."""
+    return [name for name, parameter in worker.model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+@pytest.mark.parametrize("mode", ["initial", "moving_average"])
+def test_forwards_leave_no_gathered_layer_behind_where_weights_stay_whole_until_the_backward(
+    processes: RankProcesses, source: Path, mode: str
+) -> None:
+    """FSDP's own reshard reaches the root only: layers would be a hidden copy of the model, and an average could not be taken."""
+    with processes.trainers(settings(source, mode, reshard=False), ranks=2) as trainers:
+        logprobs(trainers, "logprobs")
+        assert trainers.apply(whole_parameters) == [[], []]
+        train(trainers, [0])
+        kept = logprobs(trainers, "reference_logprobs")
+        assert trainers.apply(whole_parameters) == [[], []]
+    with processes.trainers(settings(source, mode), ranks=2) as trainers:
+        logprobs(trainers, "logprobs")
+        train(trainers, [0])
+        np.testing.assert_allclose(kept, logprobs(trainers, "reference_logprobs"), atol=1e-5)
 
 
 @pytest.mark.parametrize("adapters", [0, 3], ids=["whole", "adapters"])
