@@ -17,9 +17,14 @@ OBJECT_STORE_BYTES = 512 << 20
 PROBE_TIMEOUT_S = 10.0
 """A cluster that listens takes a connection at once; Ray itself would try for minutes, saying nothing."""
 
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
+}
 """Environment of actors that compute on a CPU: glibc gives large tensors back to the system at every free and gets them page by page
-again, a tenth of a trainer's time. 32 MiB is the largest threshold that it takes."""
+again, a tenth of a trainer's time. 32 MiB is the largest threshold that it takes. Its caches of small pieces are off: such pieces between
+tensors keep freed neighbours apart, and a trainer's peak is 10 to 25 % higher with them."""
 
 
 def connect(address: str | None) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Search:
         """What all engines' KV caches lack to hold one longest sequence each."""
         if job.derived.offline:
             return 0.0
-        setup = engine_setup(job.config, job.derived, job.shape, job.hardware, self.plan.calibration)
+        setup = engine_setup(job.config, job.derived, job.shape, job.hardware, self.plan.calibration, job.workload)
         each = kv_bytes_per_token(job.shape, bytes_per_element=setup.kv_bytes_per_element, tensor_parallel=setup.tensor_parallel)
         return max(0, job.derived.max_model_len - setup.kv_tokens) * each * setup.tensor_parallel * job.derived.engines
 

@@ -34,9 +34,9 @@ class Coefficient:
 TIMES, SECONDS, BYTES, SHARE, PER_GB = "x nominal", "s", "B", "x", "s/GB"
 
 _ROWS = (
-    ("trainer_base_bytes", BYTES, 1.5 * GIB, 0.45 * GIB, "A trainer process before it has a model (GPU: context and communicators)."),
+    ("trainer_base_bytes", BYTES, 1.5 * GIB, 0.42 * GIB, "A trainer process before it has a model (GPU: context and communicators)."),
     ("trainer_memory_factor", SHARE, 1.05, 1.0, "What the allocator holds, over what was asked for."),
-    ("engine_base_bytes", BYTES, 1.5 * GIB, 0.62 * GIB, "An engine process before it has a model."),
+    ("engine_base_bytes", BYTES, 1.5 * GIB, 0.63 * GIB, "An engine process before it has a model."),
     ("engine_memory_factor", SHARE, 1.0, 1.0, "The same for an engine."),
     ("train_flops", TIMES, 2.5, 0.65, "Forward and backward (2.5: 40 % of the data sheet's FLOPs are reached)."),
     ("train_layer_s", SECONDS, 1e-4, 5e-4, "Of one layer in one micro-batch, beyond its FLOPs."),

@@ -6,6 +6,7 @@ machine's memory, so what must fit is their sum.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -32,8 +33,6 @@ from rlpost.planner.workload import Workload
 from rlpost.types import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-FROZEN_BYTES = 4
-"""A reference or reward model's weights are float32 shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,32 +115,54 @@ def largest_row(config: RunConfig, derived: Derived, workload: Workload) -> int:
     return min(derived.micro_batch_tokens, max(each, max(workload.lengths)))
 
 
-def trainer_setup(config: RunConfig, derived: Derived, shape: ModelShape, row_tokens: int, *, critic: bool = False) -> TrainerSetup:
+def trainer_setup(
+    config: RunConfig, derived: Derived, shape: ModelShape, workload: Workload, row_tokens: int, *, critic: bool = False
+) -> TrainerSetup:
     """How a rank of the policy, or of its critic, works."""
-    training = config.training
+    training, minibatches = config.training, derived.algorithm.minibatches
+    passes = workload.micro_batches(
+        derived.attention == "padded", ranks=derived.ranks, minibatches=minibatches, micro_batch_tokens=derived.micro_batch_tokens
+    )
+    trained_share = workload.sampled_tokens / max(1, workload.row_tokens(derived.attention == "padded"))
+    inside = derived.reference if derived.reference in ("initial", "moving_average") and not critic else "none"
     return TrainerSetup(
         ranks=derived.critic_ranks if critic else derived.ranks,
         recipe=find_recipe(training.optimizer.name),
         micro_batch_tokens=row_tokens,
+        target_tokens=min(row_tokens, math.ceil(trained_share * row_tokens)),
+        micro_batches=max(1, round(passes / minibatches)),
         logprob_chunk_tokens=training.logprob_chunk_tokens,
         checkpointing="full" if training.gradient_checkpointing else "selective",
         reshard_after_forward=training.reshard_after_forward,
         compute_bytes=DTYPE_BYTES[derived.dtype],
         padded_attention=derived.attention == "padded",
         adapters=0 if critic or not training.lora.rank else trained_parameters(config, shape),
+        reference=inside,  # type: ignore[arg-type]
+        baseline_bytes_per_parameter=DTYPE_BYTES[derived.dtype] if derived.weight_deltas and not critic else 0,
         bucket_bytes=config.weights.bucket_mib * MIB,
+        device=derived.device,
     )
 
 
-def engine_setup(config: RunConfig, derived: Derived, shape: ModelShape, hardware: Hardware, calibration: Calibration) -> EngineSetup:
+BATCHED_TOKENS = 8192
+"""max_num_batched_tokens of an engine (rollout/engine.py), where no sequence is longer."""
+
+
+def engine_setup(
+    config: RunConfig, derived: Derived, shape: ModelShape, hardware: Hardware, calibration: Calibration, workload: Workload
+) -> EngineSetup:
     """How one GPU of an engine works: on CPU its KV cache is given, on a GPU it fills engine.gpu_memory_utilization."""
     engine = config.engine
+    each_engine = -(-workload.samples // derived.engines)
     setup = EngineSetup(
         kv_tokens=0,
         tensor_parallel=engine.tensor_parallel,
         weight_bytes_per_parameter=DTYPE_BYTES[derived.dtype],
         kv_bytes_per_element=DTYPE_BYTES[derived.dtype],
+        max_num_seqs=min(engine.max_num_seqs, each_engine),
+        batched_tokens=min(max(BATCHED_TOKENS, derived.max_model_len), each_engine * workload.prompt),
         bucket_bytes=config.weights.bucket_mib * MIB,
+        device=derived.device,
     )
     each = kv_bytes_per_token(shape, bytes_per_element=setup.kv_bytes_per_element, tensor_parallel=engine.tensor_parallel)
     if derived.device == "cpu":
@@ -167,12 +188,12 @@ def footprint(
             capacity_bytes=capacity, basis=calibration.basis(f"{kind}_base_bytes"),
         )  # fmt: skip
 
-    trainer = trainer_table(shape, trainer_setup(config, derived, shape, row), offloaded=colocated)
+    trainer = trainer_table(shape, trainer_setup(config, derived, shape, workload, row), offloaded=colocated)
     processes = []
     if derived.offline:
         processes.append(process("trainer", ("policy",), derived.ranks, trainer))
     else:
-        engine = engine_table(shape, engine_setup(config, derived, shape, hardware, calibration), sleeps=colocated)
+        engine = engine_table(shape, engine_setup(config, derived, shape, hardware, calibration, workload), sleeps=colocated)
         engine_gpus = derived.engines * (config.engine.tensor_parallel if derived.device == "gpu" else 1)
         if colocated:
             processes.append(process("trainer and engine", ("policy", "engine"), derived.ranks, beside(trainer, engine)))
@@ -180,15 +201,18 @@ def footprint(
             processes.append(process("trainer", ("policy",), derived.ranks, trainer))
             processes.append(process("engine", ("engine",), engine_gpus, engine))
     if derived.reference == "actor":
-        processes.append(process("reference", ("reference",), 1, _frozen(shape, row, "reference")))
+        processes.append(process("reference", ("reference",), 1, _frozen(config, derived, shape, row, "reference")))
     if derived.critic_ranks:
-        table = trainer_table(shape, trainer_setup(config, derived, shape, row, critic=True), role="critic")
+        table = trainer_table(shape, trainer_setup(config, derived, shape, workload, row, critic=True), role="critic")
         processes.append(process("critic", ("critic",), derived.critic_ranks, table))
     models = 0 if derived.offline else sum(reward.model is not None for reward in config.rewards)
     if models:
-        processes.append(process("reward", ("reward",), models, _frozen(shape, row, "reward")))
+        processes.append(process("reward", ("reward",), models, _frozen(config, derived, shape, row, "reward")))
     return Footprint(processes=tuple(processes), shared=derived.device == "cpu", shared_bytes=float(hardware.host_memory_bytes))
 
 
-def _frozen(shape: ModelShape, row: int, role: Role) -> MemoryTable:
-    return frozen_table(shape, row, role=role, bytes_per_parameter=FROZEN_BYTES)
+def _frozen(config: RunConfig, derived: Derived, shape: ModelShape, row: int, role: Role) -> MemoryTable:
+    return frozen_table(
+        shape, row, role=role, logprob_chunk_tokens=config.training.logprob_chunk_tokens, compute_bytes=DTYPE_BYTES[derived.dtype],
+        padded_attention=derived.attention == "padded", device=derived.device,
+    )  # fmt: skip

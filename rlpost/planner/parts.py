@@ -183,7 +183,7 @@ def engine_plan(job: Job, memory: Footprint, calibration: Calibration) -> Engine
     process = memory.process("engine") or memory.process("trainer and engine")
     assert process is not None, "a run with rollouts has an engine"
     work, derived = job.workload, job.derived
-    setup = engine_setup(job.config, derived, job.shape, job.hardware, calibration)
+    setup = engine_setup(job.config, derived, job.shape, job.hardware, calibration, work)
     wanted = min(job.config.engine.max_num_seqs, -(-work.samples // derived.engines))
     mean = max(1, round(fmean(work.lengths)))
     share = None

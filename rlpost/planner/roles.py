@@ -83,7 +83,8 @@ class TrainerSetup:
     target_tokens: int | None = None
     """Those of a micro-batch that are trained on, whose logits are needed; None is all."""
     micro_batches: int = 1
-    """Of one rank in one optimizer step. With more than one, FSDP keeps whole gradients, not shards, until the last."""
+    """Of one rank in one optimizer step. With more than one, the sum of their gradients stands beside the last one's activations: shards,
+    or with ``reshard_after_forward`` false whole gradients."""
     logprob_chunk_tokens: int = 1024
     checkpointing: Checkpointing = "selective"
     reshard_after_forward: bool = True
@@ -234,7 +235,8 @@ def _update_moments(
     trained, each = setup.adapters or shape.parameters, setup.compute_bytes
     gathered, (kept, working) = _gathered_line(shape, setup), _activations(shape, setup, setup.checkpointing)
     if setup.micro_batches > 1:
-        kept = (*kept, line("gradients of earlier micro-batches", trained * 4, f"{trained:,} parameters x 4 B, not sharded"))
+        shards = setup.ranks if setup.reshard_after_forward else 1
+        kept = (*kept, _shard_line("gradients of earlier micro-batches", trained, 4, shards))
     chunk, *output = (
         chunked_logits_lines(
             shape, setup.rows, setup.logprob_chunk_tokens, gradient=True, output_trained=not setup.adapters, compute_bytes=each
@@ -250,6 +252,13 @@ def _update_moments(
     if not setup.adapters:
         moments["end of the backward pass"] = (*gradients, _root_gradients_line(shape, setup))
     return moments
+
+
+def _earlier_gradients_line(setup: TrainerSetup, trained: int) -> MemoryLine:
+    """Reduced after each micro-batch; kept whole until the last where weights stay whole too."""
+    if setup.reshard_after_forward:
+        return _shard_line("gradients of earlier micro-batches", trained, 4, setup.ranks)
+    return line("gradients of earlier micro-batches", trained * 4, f"{trained:,} parameters x 4 B, not sharded")
 
 
 def _layer_gradients(shape: ModelShape, setup: TrainerSetup) -> tuple[MemoryLine, ...]:

@@ -5,6 +5,7 @@ All ranks get every call in the same order; the methods are collectives over the
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import math
 import random
@@ -74,6 +75,8 @@ class TrainerRank:
             self.optimizer, self.schedule = make_optimizer(self.model, settings.training.optimizer, total=settings.total_updates)
         else:
             self.model.requires_grad_(False)
+        if self.device.type == "cpu":
+            ctypes.CDLL(None).malloc_trim(0)  # the whole model that was read would stay resident
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         return {"parameters": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}
 

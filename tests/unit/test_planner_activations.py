@@ -86,6 +86,11 @@ def test_logits_of_a_pass_for_logprobs_or_with_adapters_have_no_weight_gradient(
     assert scoring == adapters == update[:1]
 
 
+def test_in_16_bits_a_chunks_share_of_the_output_weights_gradient_stands_beside_the_sum() -> None:
+    wide, narrow = (activations.chunked_logits_lines(SHAPE, 64, 64, gradient=True, compute_bytes=size)[1].bytes for size in (4, 2))
+    assert (wide, narrow) == (SHAPE.vocabulary * SHAPE.hidden * 4, SHAPE.vocabulary * SHAPE.hidden * 6)
+
+
 def test_logits_stop_growing_at_a_chunk_and_are_smaller_below_it() -> None:
     sizes = [activations.chunked_logits_lines(SHAPE, tokens, 1024, gradient=False)[0].bytes for tokens in (512, 1024, 65536)]
     assert sizes[0] * 2 == sizes[1] == sizes[2]

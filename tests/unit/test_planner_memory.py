@@ -201,14 +201,15 @@ def test_a_vocabulary_larger_than_the_layers_peaks_where_embedding_and_output_la
     assert sizes(roles.trainer_table(wide, setup), "update")["gradients of embedding and output layer"] == wide.root_parameters * 8
 
 
-def test_several_micro_batches_keep_whole_gradients_on_every_rank() -> None:
-    """FSDP sums them unsharded until the last micro-batch (set_requires_gradient_sync)."""
+def test_gradients_of_earlier_micro_batches_are_shards_unless_gathered_weights_are_kept() -> None:
     name = "gradients of earlier micro-batches"
-    found = [sizes(roles.trainer_table(SHAPE, replace(TRAINER, micro_batches=2, ranks=ranks)), "update")[name] for ranks in (1, 8)]
-    assert found == [SHAPE.parameters * 4] * 2
+    several = replace(TRAINER, micro_batches=2, ranks=8)
+    shards, whole, adapters = (
+        sizes(roles.trainer_table(SHAPE, setup), "update")[name]
+        for setup in (several, replace(several, reshard_after_forward=False), replace(several, adapters=8000))
+    )
+    assert (shards, whole, adapters) == (SHAPE.parameters * 4 // 8, SHAPE.parameters * 4, 4000)
     assert name not in sizes(roles.trainer_table(SHAPE, TRAINER), "update")
-    adapters = roles.trainer_table(SHAPE, replace(TRAINER, micro_batches=2, adapters=1000))
-    assert sizes(adapters, "update")[name] == 4000
 
 
 def test_at_the_start_a_cpu_holds_the_whole_model_that_is_read_beside_its_shards() -> None:
