@@ -110,7 +110,7 @@ async def start_parts(
     if derived.critic_ranks:
         critic = starter.group("critic", critic_settings(config, derived, inputs.critic_path), range(derived.critic_ranks))
     engines = starter.engines(inputs.model_path)
-    starting: list[Any] = [engines.start(), trainers.setup(config.schedule.start_timeout_s)]
+    starting: list[Any] = [start_engines_and_trainers(config, engines, trainers)]
     starting += [group.setup(config.schedule.start_timeout_s) for group in (reference, critic) if group is not None]
     scorer: RewardRunner | None = None
     models: list[TrainerGroup] = []
@@ -125,7 +125,7 @@ async def start_parts(
     for number, path in enumerate(inputs.reward_models):
         models.append(starter.group("reward", forward_settings(config, derived, path, head="value"), [number]))
         starting.append(models[-1].setup(config.schedule.start_timeout_s))
-    engine_reports, trainer_report, *_ = await asyncio.gather(*starting)
+    (engine_reports, trainer_report), *_ = await asyncio.gather(*starting)
     weights = WeightSync(trainers, engines, sync_settings(config, derived, inputs.model_path, run_dir))
     await weights.connect()
     say(f"weights travel as {weight_sync_line(derived)}; engines prove {PROOFS[weights.proof]}")
@@ -153,6 +153,15 @@ async def start_parts(
         evaluation=evaluation,
         reports={"trainer": trainer_report, "engines": engine_reports},
     )
+
+
+async def start_engines_and_trainers(config: RunConfig, engines: EnginePool, trainers: TrainerGroup) -> tuple[Any, Any]:
+    """Their reports. At once; colocated, trainers when engines are up and asleep: awake they have their whole share of the GPU."""
+    if config.placement.mode == "split":
+        return await asyncio.gather(engines.start(), trainers.setup(config.schedule.start_timeout_s))
+    reports = await engines.start()
+    await engines.call("sleep", timeout_s=config.weights.timeout_s)
+    return reports, await trainers.setup(config.schedule.start_timeout_s)
 
 
 @dataclass(kw_only=True)

@@ -105,10 +105,17 @@ def non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.nda
     return best
 
 
+SPREAD = 1.5
+"""Runs tell base and factor apart when the largest of their processes has this many times the lines of the smallest."""
+LEAST_BASE, LEAST_FACTOR = 1.0, 0.5
+
+
 def fit_memory(runs: Sequence[MeasuredRun], calibration: Calibration) -> dict[str, float]:
-    """What each kind of process has beyond its lines: the mean over the runs."""
-    bare = calibration.with_values({"trainer_base_bytes": 0.0, "engine_base_bytes": 0.0}, "")
-    found: dict[str, list[float]] = {}
+    """What each kind of process has beyond its lines: the base, and where runs of different sizes tell it, a factor of the lines."""
+    bare = Calibration(device=calibration.device).with_values(
+        {f"{kind}_{what}": value for kind in ("trainer", "engine") for what, value in (("base_bytes", 0.0), ("memory_factor", 1.0))}, ""
+    )
+    points: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         if run.job is None or run.job.hardware.device == "gpu":  # a GPU's own base is in no process's report
             continue
@@ -116,8 +123,19 @@ def fit_memory(runs: Sequence[MeasuredRun], calibration: Calibration) -> dict[st
         for role, measured in run.peaks.items():
             process = table.process(role)
             if process is not None:
-                found.setdefault(f"{role}_base_bytes", []).append(measured - process.peak[1])
-    return {name: max(1.0, sum(values) / len(values)) for name, values in found.items()}
+                points.setdefault(role, []).append((process.peak[1], measured))
+    found: dict[str, float] = {}
+    for role, some in points.items():
+        lines, peaks = np.array(some).T
+        if len(some) > 2 and lines.max() > SPREAD * lines.min():
+            # Relative errors count, as everywhere.
+            base, factor = non_negative_least_squares(np.stack([1 / peaks, lines / peaks], axis=1), np.ones(len(some)))
+            if factor >= LEAST_FACTOR:
+                found |= {f"{role}_base_bytes": max(LEAST_BASE, float(base)), f"{role}_memory_factor": float(factor)}
+                continue
+        present = calibration.value(f"{role}_memory_factor")
+        found[f"{role}_base_bytes"] = max(LEAST_BASE, float(np.mean(peaks - present * lines)))
+    return found
 
 
 # ---- benchmarks ------------------------------------------------------------------------------------------------------

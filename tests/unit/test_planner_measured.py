@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rlpost.config.load import load_config
 from rlpost.planner.calibrate import fit
 from rlpost.planner.coefficients import Calibration, work_seconds
+from rlpost.planner.footprint import footprint
 from rlpost.planner.hardware import find_hardware
 from rlpost.planner.measured import MeasuredRun, compare_run, format_comparisons, read_run
 from rlpost.types import ConfigError
@@ -106,3 +108,29 @@ def test_offline_runs_are_compared_too(tmp_path: Path) -> None:
     run = read_run(tmp_path, CPU, [values, {**values, "step": 2}])
     assert {"update", "wait"} <= set(run.phases) and "generate" not in run.phases and set(run.peaks) == {"trainer"}
     assert json.dumps([row.error for row in compare_run(run, ASSUMED)])
+
+
+def sized(tmp_path: Path, name: str, words: tuple[str, ...], base: float, factor: float) -> MeasuredRun:
+    """A run whose peaks are exactly ``base`` and ``factor`` times its lines."""
+    bare = ASSUMED.with_values({f"{kind}_base_bytes": 0.0 for kind in ("trainer", "engine")}, "")
+    run = run_of(tmp_path / name, [record(1), record(2)], *words)
+    assert run.job is not None
+    table = footprint(run.job.config, run.job.derived, run.job.shape, run.job.hardware, bare, run.job.workload)
+    return replace(run, peaks={one.name: base + factor * one.peak[1] for one in table.processes})
+
+
+def test_base_and_factor_of_memory_are_told_apart_by_runs_of_different_sizes(tmp_path: Path) -> None:
+    sizes = ("embedded:tiny-sort5", "25m", "100m", "150m")
+    runs = [
+        sized(tmp_path, str(number), (f"model.path={name}", f"engine.kv_cache_mib={64 * (number + 1)}"), 5e8, 1.2)
+        for number, name in enumerate(sizes)
+    ]
+    after = fit(runs, ASSUMED)
+    for kind in ("trainer", "engine"):
+        assert after.value(f"{kind}_base_bytes") == pytest.approx(5e8, rel=0.01)
+        assert after.value(f"{kind}_memory_factor") == pytest.approx(1.2, rel=0.01)
+
+
+def test_runs_of_one_size_give_a_base_alone(tmp_path: Path) -> None:
+    after = fit([sized(tmp_path, name, (), 7e8, 1.0) for name in ("a", "b", "c")], ASSUMED)
+    assert after.value("trainer_base_bytes") == pytest.approx(7e8) and "trainer_memory_factor" not in after.measured
