@@ -1,4 +1,4 @@
-"""Seconds of generation, prefill and training, and the phases of a step.
+"""Seconds of generation and FLOPs of training.
 
 Decoding reads all weights and the KV of every running sequence for each token, so memory bandwidth bounds it; prefill and training are
 bound by arithmetic. All rates are what is *reached* (a spec sheet's times a share), of all GPUs that take part. FLOPs: 2 a multiplied
@@ -17,7 +17,7 @@ import numpy as np
 
 from rlpost.planner.activations import POLICIES, Checkpointing
 from rlpost.planner.memory import kv_bytes_per_token
-from rlpost.planner.quantities import TimeLine, require_at_least, require_choice, require_positive, require_share, total_seconds
+from rlpost.planner.quantities import TimeLine, require_at_least, require_choice, require_positive
 from rlpost.planner.shapes import ModelShape
 from rlpost.types import ConfigError
 
@@ -67,13 +67,6 @@ def update_flops(
     layers = forward_flops(shape, lengths, row_tokens=row_tokens, logit_tokens=0)
     output = forward_flops(shape, lengths, row_tokens=row_tokens, logit_tokens=logit_tokens) - layers
     return layers * (4 if checkpointing in ("full", "offload") else 3) + output * 4
-
-
-def compute_line(name: str, flops: float, flops_per_second: float) -> TimeLine:
-    """Seconds of arithmetic at a rate that is reached."""
-    require_at_least(0, flops=flops)
-    require_positive(flops_per_second=flops_per_second)
-    return TimeLine(name=name, seconds=flops / flops_per_second, formula=f"{flops:.3g} FLOP / {flops_per_second:.3g} FLOP/s")
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -167,26 +160,6 @@ def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths:
     )  # fmt: skip
 
 
-def generate_on(engines: int, shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths: Sequence[int], slots: int) -> Generation:
-    """The same over several engines, sequences dealt out in turn; seconds and steps are those of the slowest."""
-    require_at_least(1, engines=engines)
-    check_lengths(lengths)
-    shares = [lengths[index::engines] for index in range(min(engines, len(lengths)))]
-    done = [generate(shape, speed, prompt_tokens, share, slots) for share in shares]
-    return Generation(
-        seconds=max(one.seconds for one in done),
-        floor_s=max(one.floor_s for one in done),
-        steps=max(one.steps for one in done),
-        tokens=sum(lengths),
-    )
-
-
-def generation_line(generation: Generation) -> TimeLine:
-    """The phase as a line."""
-    text = f"{generation.tokens:,} tokens in {generation.steps:,} decoding steps; the longest sequence alone {generation.floor_s:.3g} s"
-    return TimeLine(name="generate", seconds=generation.seconds, formula=text)
-
-
 def throughput_line(sequences: int, tokens_each: int, tokens_per_second: float) -> TimeLine:
     """Generation by a throughput that was measured."""
     require_at_least(0, sequences=sequences, tokens_each=tokens_each)
@@ -208,48 +181,3 @@ def long_tailed_lengths(count: int, *, median: float, percentile_99: float, most
     quantiles = [(index + 0.5) / count for index in range(count)]
     lengths = [min(most, max(1, round(median * math.exp(deviation * normal.inv_cdf(quantile))))) for quantile in quantiles]
     return [lengths[int(index)] for index in np.random.default_rng(0).permutation(count)]
-
-
-# ---- a step ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Phases of a step that follow one another."""
-
-    phases: tuple[TimeLine, ...]
-    generated_tokens: int
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return total_seconds(self.phases)
-
-    @property
-    def generation_share(self) -> float:
-        """Share of the step in the phase ``generate``, 0 to 1."""
-        return sum(one.seconds for one in self.phases if one.name == "generate") / self.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens over the whole step's seconds."""
-        return self.generated_tokens / self.seconds
-
-
-def step_time(phases: Sequence[TimeLine], generated_tokens: int) -> StepTime:
-    """A step of these phases, which must take time."""
-    require_at_least(0, generated_tokens=generated_tokens)
-    for one in phases:
-        require_at_least(0, **{f"seconds of {one.name}": one.seconds})
-    require_positive(seconds_of_all_phases=total_seconds(phases))
-    return StepTime(phases=tuple(phases), generated_tokens=generated_tokens)
-
-
-def overlapped(name: str, first: TimeLine, *others: TimeLine, hidden_share: float = 1.0) -> TimeLine:
-    """Work that goes on at the same time (arithmetic and collectives): the longest, and of the others what does not hide behind it."""
-    require_share(hidden_share=hidden_share)
-    lines = (first, *others)
-    longest = max(one.seconds for one in lines)
-    exposed = (total_seconds(lines) - longest) * (1 - hidden_share)
-    formula = f"max of ({'; '.join(one.formula for one in lines)})" + (f" + {exposed:.3g} s that do not overlap" if exposed else "")
-    return TimeLine(name=name, seconds=longest + exposed, formula=formula)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlpost.planner import collectives, timing
-from rlpost.planner.quantities import TimeLine
+from rlpost.planner.seconds import slowest_share
 from rlpost.planner.shapes import load_shape, shape_from_config
 from rlpost.types import ConfigError
 
@@ -83,12 +83,12 @@ def test_a_free_slot_is_taken_at_once_and_its_sequence_starts_with_its_own_conte
 @pytest.mark.parametrize("slots", [1, 3, 64])
 def test_no_number_of_slots_or_engines_beats_the_longest_sequence_alone(slots: int) -> None:
     lengths = timing.long_tailed_lengths(64, median=20, percentile_99=200, most=256)
-    times = [timing.generate_on(engines, SHAPE, SPEED, 16, lengths, slots) for engines in (1, 2, 8, 64, 1000)]
+    shares = [slowest_share(lengths, engines) for engines in (1, 2, 8, 64, 1000)]
     floor = timing.generate(SHAPE, SPEED, 16, [max(lengths)], 1).seconds
-    seconds = [one.seconds for one in times]
+    seconds = [timing.generate(SHAPE, SPEED, 16, share, slots).seconds for share in shares]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == pytest.approx(floor)
-    assert all(one.tokens == sum(lengths) for one in times)
+    assert sorted(shares[0]) == sorted(lengths) and all(max(share) == max(lengths) for share in shares)
 
 
 def test_a_long_tail_costs_more_than_equal_lengths_of_the_same_tokens() -> None:
@@ -136,32 +136,6 @@ def test_sharded_updates_gather_for_each_micro_batch_and_reduce_gradients_once_a
     assert kept == pytest.approx((3 * 2e9 + 4e9) * 7 / 8 / 1e11)
 
 
-# ---- a step ----------------------------------------------------------------------------------------------------------
-
-
-def phase(name: str, seconds: float) -> TimeLine:
-    return TimeLine(name=name, seconds=seconds, formula=f"{seconds} s")
-
-
-def test_a_step_is_the_sum_of_its_phases_with_share_and_throughput_of_generation() -> None:
-    step = timing.step_time([phase("generate", 6), phase("update", 3), phase("sync", 1)], 5000)
-    assert (step.seconds, step.generation_share, step.tokens_per_second) == (10, 0.6, 500)
-
-
-def test_collectives_hide_behind_arithmetic_as_far_as_they_are_said_to() -> None:
-    compute, traffic = phase("compute", 4), phase("traffic", 2)
-    seconds = [timing.overlapped("update", compute, traffic, hidden_share=share).seconds for share in (1, 0.5, 0)]
-    assert seconds == [4, 5, 6]
-
-
-def test_generation_and_compute_lines_say_how_they_were_computed() -> None:
-    generation = timing.generate(SHAPE, SPEED, 10, [3, 5], slots=2)
-    generated = timing.generation_line(generation)
-    assert generated.seconds == generation.seconds and "8 tokens in 5 decoding steps" in generated.formula
-    prefill = timing.compute_line("prefill", 1e15, 5e14)
-    assert prefill.seconds == 2 and "1e+15 FLOP" in prefill.formula
-
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -172,21 +146,15 @@ def test_generation_and_compute_lines_say_how_they_were_computed() -> None:
         (lambda: timing.forward_flops(SHAPE, [5, -3]), r"lengths\[1\]=-3"),
         (lambda: timing.forward_flops(SHAPE, [5], logit_tokens=-1), "logit_tokens=-1"),
         (lambda: timing.update_flops(SHAPE, [5], checkpointing="half"), "'half'"),  # type: ignore[arg-type]
-        (lambda: timing.compute_line("x", 1, 0), "flops_per_second=0"),
-        (lambda: timing.compute_line("x", -1, 1), "flops=-1"),
         (lambda: timing.decode_steps_per_second_limit(0, 1), "weight_bytes=0"),
         (lambda: timing.read_parameters(SHAPE, 0), "sequences=0"),
         (lambda: timing.decode_step_seconds(SHAPE, replace(SPEED, bytes_per_second=-1), 1, 0), "bytes_per_second=-1"),
         (lambda: timing.generate(SHAPE, SPEED, 10, [2.5], 4), r"lengths\[0\]=2.5"),  # type: ignore[list-item]
         (lambda: timing.generate(SHAPE, SPEED, -1, [2], 4), "prompt_tokens=-1"),
         (lambda: timing.generate(SHAPE, SPEED, 1, [2], 0), "slots=0"),
-        (lambda: timing.generate_on(0, SHAPE, SPEED, 1, [2], 1), "engines=0"),
         (lambda: timing.throughput_line(1, 1, 0), "tokens_per_second=0"),
         (lambda: timing.long_tailed_lengths(10, median=100, percentile_99=50, most=10), "percentile_99=50"),
         (lambda: timing.long_tailed_lengths(0, median=100, percentile_99=500, most=10), "count=0"),
-        (lambda: timing.step_time([phase("update", -1), phase("sync", 3)], 1), "seconds of update=-1"),
-        (lambda: timing.step_time([], 1), "seconds_of_all_phases=0"),
-        (lambda: timing.overlapped("x", phase("a", 1), hidden_share=80), "hidden_share=80"),
         (lambda: collectives.all_reduce_seconds(1, 0, 1), "ranks=0"),
         (lambda: collectives.all_gather_seconds(-1, 2, 1), "size_bytes=-1"),
         (lambda: collectives.broadcast_seconds(1, 0), "bus_bytes_per_second=0"),
