@@ -4,8 +4,9 @@
 
 Each setting is a whole run of the train command: real Ray, vLLM and trainer ranks, on models of 3 to 110 M parameters with random
 weights. Predicted and measured seconds of each phase of the held-out settings are compared; their lengths and micro-batches are those
-that the run recorded. The last printed line is one JSON object: the errors, the worst of them by phase, and whether all are within the
-aims: 0.20 of a phase of at least 5 % of its step, and of the step; 0.25 of a sync.
+that the run recorded. So are peaks of memory. The last printed line is one JSON object: the errors, the worst of them by phase, and
+whether all are within the aims: 0.20 of a phase of at least 5 % of its step, and of the step; 0.25 of a sync; 0.10 of a peak. A run
+writes one checkpoint, to a disk that others use, so its error is shown and has no aim.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rlpost.planner.coefficients import Calibration
 from rlpost.planner.hardware import find_hardware
 from rlpost.planner.measured import MeasuredRun, compare_run, format_comparisons, read_run
 
-AIM, SYNC_AIM = 0.20, 0.25
+AIM, SYNC_AIM, MEMORY_AIM = 0.20, 0.25, 0.10
 LEAST_SHARE = 0.05
 """Of its step: smaller phases are within the aim of the step alone."""
 VOCABULARY = 128
@@ -137,6 +138,11 @@ def compare(runs: Sequence[MeasuredRun], calibration: Calibration) -> dict[str, 
     return errors
 
 
+def aim_of(name: str) -> float:
+    """Largest relative error that is aimed at."""
+    return {"sync": SYNC_AIM, "checkpoint": float("inf")}.get(name, MEMORY_AIM if name.startswith("memory") else AIM)
+
+
 def main() -> int:
     """Run, fit, predict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,7 +170,7 @@ def main() -> int:
         errors = compare([runs[one.name] for one in HELD_OUT], calibration)
     names = sorted({name for one in errors.values() for name in one})
     worst = {name: max(abs(one[name]) for one in errors.values() if name in one) for name in names}
-    within = all(value <= (SYNC_AIM if name == "sync" else AIM) for name, value in worst.items() if not name.startswith("memory"))
+    within = all(value <= aim_of(name) for name, value in worst.items())
     print(json.dumps({"benchmark": "plan_time", "errors": errors, "fitted": fitted, "worst": worst, "all_within": within}))
     return 0
 

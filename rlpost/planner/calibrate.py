@@ -29,18 +29,20 @@ from rlpost.planner.seconds import TRAINER_BYTES, process_rates
 from rlpost.types import ConfigError
 
 GROUPS = (
-    ("prefill_flops", "decode_bytes", "decode_flops", "decode_step_s", "sample_s"),
-    ("forward_flops", "forward_layer_s"),
-    ("train_flops", "train_layer_s", "optimizer_bytes", "update_s", "collectives"),
+    ("prefill_flops", "decode_bytes", "decode_kv_bytes", "decode_flops", "decode_step_s", "sample_s"),
+    (
+        "forward_flops", "forward_layer_s", "train_flops", "train_layer_s", "attention_flops", "optimizer_bytes", "update_s", "collectives",
+    ),
     ("sync_read", "sync_collective", "sync_ipc", "sync_disk", "delta_scan", "sync_s"),
     ("checkpoint_bytes", "checkpoint_s"),
     ("wait_s", "wait_sample_s"),
     ("reward_sample_s",),
-)
+)  # fmt: skip
 """Coefficients that are fitted together: those that stand in the same phases."""
 
-PULL = 0.003
-"""Weight of the assumptions: a coefficient twice what was assumed counts as much as one measurement that is off by 5 %."""
+PULL = 0.1
+"""Weight of the assumptions: a coefficient twice what was expected counts as much as one measurement that is off by 30 %, so that a few
+noisy runs do not give one coefficient what another one costs."""
 ROUNDS = 3
 """What was found is what the next round expects: assumptions may be off by a factor of ten."""
 

@@ -160,7 +160,7 @@ def engine_setup(
         weight_bytes_per_parameter=DTYPE_BYTES[derived.dtype],
         kv_bytes_per_element=DTYPE_BYTES[derived.dtype],
         max_num_seqs=min(engine.max_num_seqs, each_engine),
-        batched_tokens=min(max(BATCHED_TOKENS, derived.max_model_len), each_engine * workload.prompt),
+        batched_tokens=min(max(BATCHED_TOKENS, derived.max_model_len), max(1, workload.prefill // derived.engines)),
         bucket_bytes=config.weights.bucket_mib * MIB,
         device=derived.device,
     )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from rlpost.config.derive import Derived
 from rlpost.config.schema import RunConfig
-from rlpost.planner.activations import Checkpointing
 from rlpost.planner.coefficients import Work
 from rlpost.planner.collectives import all_reduce_seconds, fsdp_line
 from rlpost.planner.footprint import DTYPE_BYTES, trained_parameters
@@ -20,7 +19,7 @@ from rlpost.planner.memory import checkpoint_line, find_recipe
 from rlpost.planner.quantities import GB
 from rlpost.planner.shapes import ModelShape
 from rlpost.planner.sync import RLPOST_DELTA_BYTES, delta_bytes, full_bytes, mean_bytes_with_keyframes
-from rlpost.planner.timing import EngineSpeed, Generation, forward_flops, generate, update_flops
+from rlpost.planner.timing import EngineSpeed, Generation, attention_flops, forward_flops, generate
 from rlpost.planner.workload import Workload
 
 TRAINER_BYTES = 4
@@ -62,17 +61,18 @@ class Job:
         return self.derived.attention == "padded"
 
     @property
+    def attended(self) -> list[int]:
+        """Lengths as attention has them: padded to the longest, or their own."""
+        lengths = self.workload.lengths
+        return [max(lengths)] * len(lengths) if self.share else lengths
+
+    @property
     def micro_batches(self) -> float:
         """Of one rank in one pass over the batch."""
         return self.workload.micro_batches(
             self.share, ranks=self.derived.ranks, minibatches=self.derived.algorithm.minibatches,
             micro_batch_tokens=self.derived.micro_batch_tokens,
         )  # fmt: skip
-
-    @property
-    def checkpointing(self) -> Checkpointing:
-        """What the trainer keeps."""
-        return "full" if self.config.training.gradient_checkpointing else "selective"
 
     def trainer_rates(self, ranks: int) -> Rates:
         """Of one of ``ranks`` trainer ranks."""
@@ -82,16 +82,21 @@ class Job:
 # ---- trainer ---------------------------------------------------------------------------------------------------------
 
 
-def forward_works(job: Job, phase: str, *, ranks: int | None = None, shape: ModelShape | None = None) -> list[Work]:
+def _layer_flops(job: Job, shape: ModelShape, logits: int) -> tuple[float, float]:
+    """Of one forward over the batch, all ranks: everything but attention's scores and sums, and these."""
+    attention = attention_flops(shape, job.attended)
+    return forward_flops(shape, job.attended, row_tokens=job.workload.row_tokens(job.share), logit_tokens=logits) - attention, attention
+
+
+def forward_works(job: Job, phase: str, *, ranks: int | None = None) -> list[Work]:
     """One forward over the batch, for logprobs or values."""
-    shape, ranks, work = shape or job.shape, ranks or job.derived.ranks, job.workload
+    ranks = ranks or job.derived.ranks
     rates = job.trainer_rates(ranks)
-    flops = forward_flops(
-        shape, work.lengths, row_tokens=work.row_tokens(job.share), logit_tokens=0 if phase == "values" else work.sampled_tokens
-    ) / ranks  # fmt: skip
-    pieces = shape.layers * job.micro_batches * job.derived.ranks / ranks
+    linear, attention = _layer_flops(job, job.shape, 0 if phase == "values" else job.workload.sampled_tokens)
+    pieces = job.shape.layers * job.micro_batches * job.derived.ranks / ranks
     return [
-        Work(phase=phase, coefficient="forward_flops", amount=flops / rates.flops_per_second, formula=_flops(flops, rates)),
+        _flops_work(phase, "forward_flops", linear / ranks, rates),
+        _flops_work(phase, "attention_flops", attention / ranks, rates),
         Work(phase=phase, coefficient="forward_layer_s", amount=pieces, formula=f"{pieces:g} layers of micro-batches"),
     ]
 
@@ -100,34 +105,40 @@ def update_works(job: Job, *, ranks: int | None = None, phase: str = "update") -
     """All optimizer steps of one batch; of the critic when ``ranks`` are its."""
     critic = ranks is not None
     ranks, shape, config = ranks or job.derived.ranks, job.shape, job.config
-    algorithm, work, rates = job.derived.algorithm, job.workload, job.trainer_rates(ranks or job.derived.ranks)
-    whole = update_flops(
-        shape, work.lengths, checkpointing=job.checkpointing, row_tokens=work.row_tokens(job.share),
-        logit_tokens=0 if critic else work.sampled_tokens,
-    )  # fmt: skip
-    if config.training.lora.rank and not critic:  # the frozen weights get no gradient: one of the three (four) products less
-        whole -= forward_flops(shape, work.lengths, row_tokens=work.row_tokens(job.share), logit_tokens=work.sampled_tokens)
-    flops = algorithm.epochs * whole / ranks
+    algorithm, rates = job.derived.algorithm, job.trainer_rates(ranks)
+    logits = 0 if critic else job.workload.sampled_tokens
+    linear, attention = _layer_flops(job, shape, 0)
+    output = _layer_flops(job, shape, logits)[0] - linear
+    # Forward and backward are three products; frozen weights get no gradient, and logits are always computed again.
+    products = 2 if config.training.lora.rank and not critic else 3
+    trained_flops = algorithm.epochs * (products * linear + (products + 1) * output) / ranks
+    again = algorithm.epochs * linear / ranks if config.training.gradient_checkpointing else 0.0
+    attended = algorithm.epochs * (4 if again else 3) * attention / ranks
     steps, micros = algorithm.epochs * algorithm.minibatches, algorithm.epochs * job.micro_batches * job.derived.ranks / ranks
-    arithmetic = flops / rates.flops_per_second
     recipe = find_recipe(config.training.optimizer.name)
     trained = shape.parameters if critic else trained_parameters(config, shape)
     # Gradients are written, read to clip, read by the step; weights and moments are read and written.
     each = 3 * recipe.gradients + 2 * (recipe.weights + recipe.optimizer)
     moved = steps * trained / ranks * each
     layers = f"{shape.layers} layers x {micros:g} micro-batches"
+    bytes_formula = f"{steps} steps x {trained:,} parameters x {each:g} B / {ranks} ranks / {rates.bytes_per_second / 1e9:g} GB/s"
     works = [
-        Work(phase=phase, coefficient="train_flops", amount=arithmetic, formula=_flops(flops, rates)),
+        _flops_work(phase, "train_flops", trained_flops, rates),
+        _flops_work(phase, "attention_flops", attended, rates),
         Work(phase=phase, coefficient="train_layer_s", amount=shape.layers * micros, formula=layers),
-        Work(
-            phase=phase, coefficient="optimizer_bytes", amount=moved / rates.bytes_per_second,
-            formula=f"{steps} steps x {trained:,} parameters x {each:g} B / {ranks} ranks / {rates.bytes_per_second / 1e9:g} GB/s",
-        ),
+        Work(phase=phase, coefficient="optimizer_bytes", amount=moved / rates.bytes_per_second, formula=bytes_formula),
         Work(phase=phase, coefficient="update_s", amount=steps, formula=f"{steps} optimizer steps"),
-    ]  # fmt: skip
+    ]
+    if again:
+        works.append(_flops_work(phase, "forward_flops", again, rates))
     if ranks > 1:
+        arithmetic = (trained_flops + again + attended) / rates.flops_per_second
         works.append(_collectives(job, phase, ranks, micros, steps, arithmetic))
     return works
+
+
+def _flops_work(phase: str, coefficient: str, flops: float, rates: Rates) -> Work:
+    return Work(phase=phase, coefficient=coefficient, amount=flops / rates.flops_per_second, formula=_flops(flops, rates))
 
 
 def _collectives(job: Job, phase: str, ranks: int, micros: float, steps: int, arithmetic: float) -> Work:
@@ -185,12 +196,14 @@ def generate_works(job: Job, engines: int | None = None, phase: str = "generate"
     prefill = 2.0 * job.shape.multiplied_parameters * work.prefill / engines
     samples = math.ceil(work.samples / engines)
     prompts = f"{work.prefill:,} tokens / {engines} engines: {_flops(prefill, rates)}"
-    reading = f"weights and KV in {done.steps:,} steps, {done.reading_s:.4g} s at {rates.bytes_per_second / 1e9:g} GB/s"
+    rate = f"{rates.bytes_per_second / 1e9:g} GB/s"
+    reading, kept = f"weights in {done.steps:,} steps, {done.weights_s:.4g} s at {rate}", f"KV, {done.kv_s:.4g} s at {rate}"
     computing = f"{done.tokens:,} tokens, {done.arithmetic_s:.4g} s at {rates.flops_per_second:.3g} FLOP/s"
     steps = f"{done.steps:,} decoding steps; longest answer {max(work.answers):,} tokens"
     works = [
         Work(phase=phase, coefficient="prefill_flops", amount=prefill / rates.flops_per_second, formula=prompts),
-        Work(phase=phase, coefficient="decode_bytes", amount=done.reading_s, formula=reading),
+        Work(phase=phase, coefficient="decode_bytes", amount=done.weights_s, formula=reading),
+        Work(phase=phase, coefficient="decode_kv_bytes", amount=done.kv_s, formula=kept),
         Work(phase=phase, coefficient="decode_flops", amount=done.arithmetic_s, formula=computing),
         Work(phase=phase, coefficient="decode_step_s", amount=done.steps, formula=steps),
         Work(phase=phase, coefficient="sample_s", amount=samples, formula=f"{samples:,} samples"),

@@ -103,19 +103,22 @@ def read_parameters(shape: ModelShape, sequences: int) -> float:
 
 def decode_bounds(
     shape: ModelShape, speed: EngineSpeed, sequences: int, context_tokens: np.ndarray | float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of reading and of arithmetic of decoding steps of ``sequences`` that hold ``context_tokens`` together."""
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Of decoding steps of ``sequences`` that hold ``context_tokens`` together: seconds of reading weights (each step's), of reading
+    KV, and of arithmetic.
+    """
     require_positive(bytes_per_second=speed.bytes_per_second, flops_per_second=speed.flops_per_second)
-    weights = read_parameters(shape, sequences) * speed.weight_bytes_per_parameter
+    weights = read_parameters(shape, sequences) * speed.weight_bytes_per_parameter / speed.bytes_per_second
     contexts = np.asarray(context_tokens, np.float64)
-    reading = (weights + contexts * kv_bytes_per_token(shape, bytes_per_element=speed.kv_bytes_per_element)) / speed.bytes_per_second
+    kept = contexts * kv_bytes_per_token(shape, bytes_per_element=speed.kv_bytes_per_element) / speed.bytes_per_second
     flops = 2.0 * shape.multiplied_parameters * sequences + 4.0 * shape.layers * shape.query_width * contexts
-    return reading, flops / speed.flops_per_second
+    return weights, kept, flops / speed.flops_per_second
 
 
 def decode_step_seconds(shape: ModelShape, speed: EngineSpeed, sequences: int, context_tokens: np.ndarray | float) -> np.ndarray:
     """Seconds of such steps: reading or arithmetic, whichever takes longer."""
-    return np.maximum(*decode_bounds(shape, speed, sequences, context_tokens)) + speed.step_overhead_s
+    weights, kept, arithmetic = decode_bounds(shape, speed, sequences, context_tokens)
+    return np.maximum(weights + kept, arithmetic) + speed.step_overhead_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +129,9 @@ class Generation:
     floor_s: float
     steps: int
     tokens: int
-    reading_s: float = 0.0
-    """Of all steps, reading alone; ``arithmetic_s`` the same of arithmetic. ``seconds`` has the longer of the two of each step."""
+    weights_s: float = 0.0
+    """Of all steps, reading weights alone; ``kv_s`` KV, ``arithmetic_s`` arithmetic. ``seconds`` has the longer of the two of each step."""
+    kv_s: float = 0.0
     arithmetic_s: float = 0.0
 
 
@@ -140,23 +144,23 @@ def generate(shape: ModelShape, speed: EngineSpeed, prompt_tokens: int, lengths:
     require_at_least(1, slots=slots)
     require_at_least(0, prompt_tokens=prompt_tokens)
     waiting, running = list(reversed(lengths)), list[tuple[int, int]]()  # running: step at which it ends, its length
-    now, seconds, reading_s, arithmetic_s, contexts = 0, 0.0, 0.0, 0.0, 0
+    now, seconds, weights_s, kv_s, arithmetic_s, contexts = 0, 0.0, 0.0, 0.0, 0.0, 0
     while waiting or running:
         while waiting and len(running) < slots:
             length = waiting.pop()
             heapq.heappush(running, (now + length, length))
             contexts += prompt_tokens
         count, steps = len(running), running[0][0] - now
-        reading, arithmetic = decode_bounds(shape, speed, count, contexts + count * np.arange(steps))
-        seconds += float(np.maximum(reading, arithmetic).sum()) + steps * speed.step_overhead_s
-        reading_s, arithmetic_s = reading_s + float(reading.sum()), arithmetic_s + float(arithmetic.sum())
+        weights, kept, arithmetic = decode_bounds(shape, speed, count, contexts + count * np.arange(steps))
+        seconds += float(np.maximum(weights + kept, arithmetic).sum()) + steps * speed.step_overhead_s
+        weights_s, kv_s, arithmetic_s = weights_s + steps * weights, kv_s + float(kept.sum()), arithmetic_s + float(arithmetic.sum())
         contexts += count * steps
         now += steps
         while running and running[0][0] == now:
             contexts -= prompt_tokens + heapq.heappop(running)[1]
     floor = float(decode_step_seconds(shape, speed, 1, prompt_tokens + np.arange(max(lengths))).sum())
     return Generation(
-        seconds=seconds, floor_s=floor, steps=now, tokens=sum(lengths), reading_s=reading_s, arithmetic_s=arithmetic_s
+        seconds=seconds, floor_s=floor, steps=now, tokens=sum(lengths), weights_s=weights_s, kv_s=kv_s, arithmetic_s=arithmetic_s
     )  # fmt: skip
 
 

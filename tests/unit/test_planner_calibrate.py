@@ -12,7 +12,6 @@ from rlpost.planner.calibrate import GROUPS, fit, fit_group, non_negative_least_
 from rlpost.planner.coefficients import (
     COEFFICIENTS,
     Calibration,
-    Measured,
     Work,
     read_calibration,
     work_seconds,
@@ -40,16 +39,22 @@ def test_every_coefficient_of_time_is_fitted_in_exactly_one_group() -> None:
 
 
 def test_known_coefficients_come_back_from_runs_of_different_work() -> None:
-    truth = Calibration(
-        device="cpu", measured={name: Measured(value=v, source="x") for name, v in {"train_flops": 3.7, "train_layer_s": 0.011}.items()}
-    )
-    amounts = [works(train_flops=f, train_layer_s=n) for f, n in ((1.0, 10.0), (4.0, 8.0), (0.2, 40.0), (9.0, 100.0))]
+    """Twice and four times what is assumed."""
+    known = {"train_flops": 2 * ASSUMED.value("train_flops"), "train_layer_s": 4 * ASSUMED.value("train_layer_s")}
+    truth = ASSUMED.with_values(known, "x")
+    amounts = [works(train_flops=f, train_layer_s=n) for f, n in ((1.0, 10.0), (4.0, 80.0), (0.2, 400.0), (9.0, 1000.0), (0.1, 900.0))]
     rows = [(one, work_seconds(one, truth)) for one in amounts]
     found = fit_group(UPDATE, rows, ASSUMED)
     for row, seconds in rows:
-        predicted = work_seconds(row, ASSUMED.with_values(found, "runs"))
-        assert predicted == pytest.approx(seconds, rel=0.05)
-    assert found["train_flops"] == pytest.approx(3.7, rel=0.1)
+        assert work_seconds(row, ASSUMED.with_values(found, "runs")) == pytest.approx(seconds, rel=0.03)
+    assert found == pytest.approx(known, rel=0.05)
+
+
+def test_two_coefficients_that_no_run_tells_apart_keep_the_proportion_that_is_assumed() -> None:
+    rows = [(works(train_flops=n, update_s=n), 3.0 * n) for n in (1.0, 2.0, 4.0)]
+    found = fit_group(UPDATE, rows, ASSUMED)
+    assert found["train_flops"] + found["update_s"] == pytest.approx(3.0, rel=0.01)
+    assert found["train_flops"] / found["update_s"] == pytest.approx(ASSUMED.value("train_flops") / ASSUMED.value("update_s"), rel=0.3)
 
 
 def test_one_run_scales_all_of_a_phase_so_that_it_is_met_exactly() -> None:
