@@ -24,7 +24,6 @@ from rlpost.planner.hardware import Hardware
 from rlpost.planner.measured import CONFIG_FILE, MeasuredRun, read_run
 from rlpost.planner.options import PlanOptions
 from rlpost.planner.plan import plan_hardware
-from rlpost.planner.quantities import GB
 from rlpost.planner.seconds import TRAINER_BYTES, process_rates
 from rlpost.types import ConfigError
 
@@ -33,7 +32,7 @@ GROUPS = (
     (
         "forward_flops", "forward_layer_s", "train_flops", "train_layer_s", "attention_flops", "optimizer_bytes", "update_s", "collectives",
     ),
-    ("sync_read", "sync_collective", "sync_ipc", "sync_disk", "delta_scan", "sync_s"),
+    ("sync_read", "sync_collective", "sync_ipc", "sync_disk", "delta_scan", "delta_s", "sync_s"),
     ("checkpoint_bytes", "checkpoint_s"),
     ("wait_s", "wait_sample_s"),
     ("reward_sample_s",),
@@ -147,7 +146,6 @@ def read_sync_bench(path: Path, found: dict[str, Any], hardware: Hardware) -> li
     """The transports of a ``rlpost.bench sync --json`` file, each as a run of one phase. Raises ConfigError for another document."""
     if found.get("benchmark") != "sync" or not isinstance(found.get("transports"), dict):
         raise ConfigError(f"{path} is not a file of rlpost.bench sync --json; expected one, or a run directory")
-    full = float(found["full_bytes"])
     ranks, members = int(found["ranks"]), int(found["ranks"]) + int(found["engines"])
     read = TRAINER_BYTES * float(found["parameters"]) / ranks / process_rates(hardware, 1, ranks).bytes_per_second
     runs = []
@@ -163,8 +161,9 @@ def read_sync_bench(path: Path, found: dict[str, Any], hardware: Hardware) -> li
             Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"),
         ]
         if row["mode"] == "delta":
-            scan = full / ranks / GB
-            works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} GB of weights a rank"))
+            scan = float(found["parameters"]) / ranks / 1e9
+            works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} billion parameters a rank"))
+            works.append(Work(phase="sync", coefficient="delta_s", amount=1, formula="one delta"))
         else:
             works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula="float32 weights, read once"))
         runs.append(

@@ -31,7 +31,7 @@ class Coefficient:
     doc: str
 
 
-TIMES, SECONDS, BYTES, SHARE, PER_GB = "x nominal", "s", "B", "x", "s/GB"
+TIMES, SECONDS, BYTES, SHARE, PER_BILLION = "x nominal", "s", "B", "x", "s/1e9"
 
 _ROWS = (
     ("trainer_base_bytes", BYTES, 1.5 * GIB, 0.42 * GIB, "A trainer process before it has a model (GPU: context and communicators)."),
@@ -57,7 +57,8 @@ _ROWS = (
     ("sync_collective", TIMES, 1.4, 0.5, "Weights over the collective link."),
     ("sync_ipc", TIMES, 2.0, 2.0, "Weights through memory of one machine or GPU."),
     ("sync_disk", TIMES, 1.3, 1.3, "Weights written to a directory and read from it."),
-    ("delta_scan", PER_GB, 1.1, 1.1, "Comparing a rank's weights with what engines hold, and coding changes (one CPU core)."),
+    ("delta_scan", PER_BILLION, 2.5, 2.5, "Of 1e9 parameters of a rank: comparing with what engines hold, coding changes (a CPU core)."),
+    ("delta_s", SECONDS, 0.05, 0.04, "Of one delta, whatever its size, beyond a full sync: it is staged first."),
     ("sync_s", SECONDS, 0.2, 0.02, "Of one sync, whatever its size."),
     ("checkpoint_bytes", TIMES, 1.3, 2.5, "Writing a checkpoint."),
     ("checkpoint_s", SECONDS, 0.5, 0.12, "Of one checkpoint, whatever its size."),
@@ -131,7 +132,7 @@ def read_calibration(path: Path) -> Calibration:
     return Calibration(device=document["device"], measured=measured)
 
 
-MAY_BE_ZERO = (SECONDS, TIMES, PER_GB)
+MAY_BE_ZERO = (SECONDS, TIMES, PER_BILLION)
 """Units of what a fit may find to cost nothing."""
 
 

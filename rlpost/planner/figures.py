@@ -176,5 +176,5 @@ def delta_curve(sync: SyncPlan, carrier: str, calibration: Calibration) -> Curve
     name = f"delta over {carrier}"
     if name not in sync.works:
         return None
-    fixed = _cost(sync, name, "sync_s", calibration) + _cost(sync, name, "delta_scan", calibration)
+    fixed = sum(_cost(sync, name, coefficient, calibration) for coefficient in ("sync_s", "delta_scan", "delta_s"))
     return lambda bandwidth: sync.delta_gb / bandwidth + fixed

@@ -216,11 +216,10 @@ def sync_plan(job: Job, calibration: Calibration, options: PlanOptions) -> SyncP
     full, small = full_bytes(parameters, each), delta_bytes(parameters, options.changed, RLPOST_DELTA_BYTES * each / 2)
     break_even = None
     if small < full and f"delta over {derived.weight_carrier}" in works:
-        # A delta compares and codes where a full sync only reads.
-        scan, read = (
-            work_seconds([work for work in works[name] if work.coefficient == coefficient], calibration)
-            for name, coefficient in ((f"delta over {derived.weight_carrier}", "delta_scan"), (derived.weight_carrier, "sync_read"))
-        )
+        # A delta is compared, coded and staged where a full sync is only read.
+        more = [w for w in works[f"delta over {derived.weight_carrier}"] if w.coefficient in ("delta_scan", "delta_s")]
+        less = [w for w in works[derived.weight_carrier] if w.coefficient == "sync_read"]
+        scan, read = work_seconds(more, calibration), work_seconds(less, calibration)
         break_even = break_even_bytes_per_second(full, small, max(0.0, scan - read))
     chosen = f"delta over {derived.weight_carrier}" if derived.weight_deltas and not adapters else derived.weight_carrier
     return SyncPlan(

@@ -16,7 +16,6 @@ from rlpost.planner.collectives import all_reduce_seconds, fsdp_line
 from rlpost.planner.footprint import DTYPE_BYTES, trained_parameters
 from rlpost.planner.hardware import Hardware
 from rlpost.planner.memory import checkpoint_line, find_recipe
-from rlpost.planner.quantities import GB
 from rlpost.planner.shapes import ModelShape
 from rlpost.planner.sync import RLPOST_DELTA_BYTES, delta_bytes, full_bytes, mean_bytes_with_keyframes
 from rlpost.planner.timing import EngineSpeed, Generation, attention_flops, forward_flops, generate
@@ -267,8 +266,9 @@ def sync_works(job: Job, carrier: str, *, delta: bool, changed: float) -> list[W
         small = delta_bytes(parameters, changed, RLPOST_DELTA_BYTES * each / 2)
         size = mean_bytes_with_keyframes(size, small, job.config.weights.keyframe_every + 1)
         what = f"{changed:.3g} of {parameters:,} parameters, one sync of {job.config.weights.keyframe_every + 1} in full"
-        scan = full_bytes(parameters, each) / job.derived.ranks / GB
-        works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} GB of weights a rank"))
+        scan = parameters / job.derived.ranks / 1e9
+        works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} billion parameters a rank"))
+        works.append(Work(phase="sync", coefficient="delta_s", amount=1, formula="one delta"))
     else:
         read = TRAINER_BYTES * parameters / job.derived.ranks / job.trainer_rates(job.derived.ranks).bytes_per_second
         formula = f"{parameters:,} parameters x {TRAINER_BYTES} B / {job.derived.ranks} ranks"

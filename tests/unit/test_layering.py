@@ -19,7 +19,7 @@ LAYERS = [
     {"diagnosis"},
     {"driver"},
     {"rollout", "training", "weights", "checkpoint", "cluster"},
-    {"algorithms", "data", "environments", "rewards", "observe", "planner", "models"},
+    {"algorithms", "data", "environments", "rewards", "observe", "planner", "models", "jobs"},
     {"plugins"},
     {"types", "config"},
 ]
@@ -30,7 +30,7 @@ ENTRY_POINTS = {"rewards.__main__", "models.__main__", "checkpoint.__main__"}
 """``python -m rlpost.PACKAGE``: entry points that live in their package."""
 
 PURE = [
-    "algorithms", "planner", "config", "types", "data",
+    "algorithms", "planner", "config", "types", "data", "jobs",
     "rollout.buffer", "rollout.router", "rollout.episode", "rollout.collector",
     "weights.buckets", "weights.fingerprint", "weights.delta", "weights.policy",
     "weights.sender", "weights.collective", "weights.ipc", "weights.disk",
@@ -38,7 +38,7 @@ PURE = [
 """Packages and modules that must import neither Ray nor vLLM."""
 
 WITHOUT_TORCH = [
-    "types", "config", "data", "observe", "rewards", "environments", "plugins", "planner",
+    "types", "config", "data", "observe", "rewards", "environments", "plugins", "planner", "jobs",
     "rollout.buffer", "rollout.collector", "training.packing", "driver.batch",
 ]  # fmt: skip
 """What the driver process loads before a run starts, or a reward worker does: torch costs seconds and memory there."""
