@@ -23,8 +23,8 @@ LAYERS = [
     {"plugins"},
     {"types", "config"},
 ]
-"""From the top. ``diagnosis`` (what rlpost.doctor checks), ``models`` (the embedded models and tasks, read by ``data``) and ``plugins`` (names
-to objects) are not named there."""
+"""From the top. ``diagnosis`` (what rlpost.doctor checks), ``jobs`` (what launches a run in a scheduler), ``models`` (the embedded models
+and tasks, read by ``data``) and ``plugins`` (names to objects) are not named there."""
 
 ENTRY_POINTS = {"rewards.__main__", "models.__main__", "checkpoint.__main__"}
 """``python -m rlpost.PACKAGE``: entry points that live in their package."""
