@@ -162,7 +162,9 @@ def main() -> int:
                 run_setting(setting, directory, options.steps)
                 (run_dir / "finished").touch()
             runs[setting.name] = read(run_dir)
-            print(f"{setting.name}: {({name: round(s, 3) for name, s in runs[setting.name].phases.items()})}", file=sys.stderr, flush=True)
+            print(
+                f"{setting.name}: { ({name: round(s, 3) for name, s in runs[setting.name].phases.items()}) }", file=sys.stderr, flush=True
+            )
         calibration = fit([runs[one.name] for one in CALIBRATION], Calibration(device="cpu"))
         for name, one in calibration.measured.items():
             print(f"{name:<22}{one.value:.4g}  (assumed {Calibration(device='cpu').value(name):.4g})")
