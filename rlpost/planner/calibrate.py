@@ -15,16 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.observe.metrics import read_metrics
 from rlpost.planner.coefficients import Calibration, Work, work_seconds
 from rlpost.planner.footprint import footprint
 from rlpost.planner.hardware import Hardware
-from rlpost.planner.measured import CONFIG_FILE, MeasuredRun, read_run
+from rlpost.planner.measured import MeasuredRun, read_run, run_config
 from rlpost.planner.options import PlanOptions
 from rlpost.planner.plan import plan_hardware
-from rlpost.planner.seconds import TRAINER_BYTES, process_rates
+from rlpost.planner.seconds import TRAINER_BYTES, link_seconds, process_rates
 from rlpost.types import ConfigError
 
 GROUPS = (
@@ -146,37 +145,36 @@ def read_sync_bench(path: Path, found: dict[str, Any], hardware: Hardware) -> li
     """The transports of a ``rlpost.bench sync --json`` file, each as a run of one phase. Raises ConfigError for another document."""
     if found.get("benchmark") != "sync" or not isinstance(found.get("transports"), dict):
         raise ConfigError(f"{path} is not a file of rlpost.bench sync --json; expected one, or a run directory")
-    ranks, members = int(found["ranks"]), int(found["ranks"]) + int(found["engines"])
-    read = TRAINER_BYTES * float(found["parameters"]) / ranks / process_rates(hardware, 1, ranks).bytes_per_second
-    runs = []
-    for name, row in found["transports"].items():
-        carrier, size = row["carrier"], float(row["bytes"])
-        nominal = {
-            "collective": size / hardware.bus_bytes_per_second(members),
-            "ipc": size / hardware.accelerator.bytes_per_second,
-            "disk": size / hardware.disk_write_bytes_per_second + size / hardware.disk_read_bytes_per_second,
-        }[carrier]
-        works = [
-            Work(phase="sync", coefficient=f"sync_{carrier}", amount=nominal, formula=f"{size / 1e9:.4g} GB"),
-            Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"),
-        ]
-        if row["mode"] == "delta":
-            scan = float(found["parameters"]) / ranks / 1e9
-            works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} billion parameters a rank"))
-            works.append(Work(phase="sync", coefficient="delta_s", amount=1, formula="one delta"))
-        else:
-            works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula="float32 weights, read once"))
-        runs.append(
-            MeasuredRun(
-                source=f"{path} {name}",
-                phases={"sync": float(row["seconds"])},
-                works={"sync": tuple(works)},
-                peaks={},
-                job=None,
-                device=hardware.device,
-            )
+    if found.get("device", hardware.device) != hardware.device:
+        raise ConfigError(
+            f"{path} was measured on a {found['device']}, and {hardware.name} is another kind: name its machine, hardware=..."
         )
-    return runs
+    try:
+        return [_bench_run(f"{path} {name}", row, found, hardware) for name, row in found["transports"].items()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} lacks or garbles {error}; expected a file of this version's rlpost.bench sync --json: measure again"
+        ) from error
+
+
+def _bench_run(source: str, row: dict[str, Any], found: dict[str, Any], hardware: Hardware) -> MeasuredRun:
+    """One transport."""
+    carrier, size, ranks, parameters = row["carrier"], float(row["bytes"]), int(found["ranks"]), float(found["parameters"])
+    nominal = link_seconds(hardware, carrier, size, ranks + int(found["engines"]))
+    works = [
+        Work(phase="sync", coefficient=f"sync_{carrier}", amount=nominal, formula=f"{size / 1e9:.4g} GB"),
+        Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"),
+    ]
+    if row["mode"] == "delta":
+        scan = parameters / ranks / 1e9
+        works.append(Work(phase="sync", coefficient="delta_scan", amount=scan, formula=f"{scan:.4g} billion parameters a rank"))
+        works.append(Work(phase="sync", coefficient="delta_s", amount=1, formula="one delta"))
+    else:
+        read = TRAINER_BYTES * parameters / ranks / process_rates(hardware, 1, ranks).bytes_per_second
+        works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula="float32 weights, read once"))
+    return MeasuredRun(
+        source=source, phases={"sync": float(row["seconds"])}, works={"sync": tuple(works)}, peaks={}, job=None, device=hardware.device
+    )  # fmt: skip
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,12 +193,7 @@ def read_sources(paths: Sequence[Path], options: PlanOptions) -> list[MeasuredRu
     runs: list[MeasuredRun] = []
     for path in paths:
         if path.is_dir():
-            config = load_config([f"config={(path / CONFIG_FILE).absolute()}"]).config if (path / CONFIG_FILE).is_file() else None
-            if config is None:
-                raise ConfigError(
-                    f"{path} has no {CONFIG_FILE}; expected a run directory (`run:` names it at a run's end), or a bench.json"
-                )
-            runs.append(read_run(path, plan_hardware(config, options), read_metrics(path)))
+            runs.append(read_run(path, plan_hardware(run_config(path), options), read_metrics(path)))
         else:
             runs += read_sync_bench(path, read_json(path), plan_hardware(RunConfig(), options))
     devices = {run.device for run in runs}

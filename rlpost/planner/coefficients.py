@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
+from rlpost.config.derive import Device
 from rlpost.planner.quantities import GIB, require_choice, require_positive
 from rlpost.types import ConfigError
-
-Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlpost.config.derive import Derived, derive
+from rlpost.config.derive import Derived, Device, derive
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.observe.formats import is_number
-from rlpost.planner.coefficients import Calibration, Device, Work, work_seconds
+from rlpost.observe.metrics import METRICS_FILE
+from rlpost.planner.coefficients import Calibration, Work, work_seconds
 from rlpost.planner.footprint import footprint
 from rlpost.planner.hardware import Hardware
 from rlpost.planner.options import PlanOptions
@@ -32,7 +33,7 @@ from rlpost.planner.shapes import load_shape
 from rlpost.planner.workload import recorded_workload
 from rlpost.types import ConfigError
 
-CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
 WARM_UP_STEPS = 1
 """Steps that are left out when there are others: caches and kernels are cold in them."""
 RARE = ("evaluate", "checkpoint")
@@ -72,12 +73,17 @@ class Comparison:
         return self.predicted / self.measured - 1
 
 
-def read_run(run_dir: Path, hardware: Hardware, records: Sequence[Mapping[str, Any]]) -> MeasuredRun:
-    """A run directory: its config.yaml, and these records of its metrics.jsonl. Raises ConfigError when something is missing."""
+def run_config(run_dir: Path) -> RunConfig:
+    """The configuration of a run directory. Raises ConfigError when it is none."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {CONFIG_FILE}; expected a run directory, as `run:` names it at a run's end, or a bench.json")
-    config = load_config([f"config={path.absolute()}"]).config
+    return load_config([f"config={path.absolute()}"]).config
+
+
+def read_run(run_dir: Path, hardware: Hardware, records: Sequence[Mapping[str, Any]]) -> MeasuredRun:
+    """A run directory: its config.yaml, and these records of its metrics.jsonl. Raises ConfigError when something is missing."""
+    config = run_config(run_dir)
     return measure(config, derive(config, device=hardware.device), hardware, records, source=str(run_dir))
 
 

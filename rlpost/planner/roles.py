@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlpost.config.derive import Device
 from rlpost.planner.activations import LAYER_AT_WORK, Checkpointing, activation_lines, chunked_logits_lines, largest_tokens
 from rlpost.planner.memory import RECIPES, MemoryLine, StateRecipe, kv_line, line, load_line, lora_lines, state_lines, total_bytes
 from rlpost.planner.quantities import require_at_least, require_choice, require_positive
@@ -21,7 +22,6 @@ from rlpost.planner.shapes import ModelShape, check_tensor_parallel
 Role = Literal["policy", "critic", "reference", "reward", "engine"]
 Phase = Literal["load", "generate", "logprob", "update", "sync", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("load", "generate", "logprob", "update", "sync", "checkpoint")
-Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True, kw_only=True)

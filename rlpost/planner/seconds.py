@@ -244,14 +244,12 @@ def sync_parameters(job: Job) -> int:
     return trained_parameters(job.config, job.shape) if lora.rank and lora.sync == "adapter" else job.shape.parameters
 
 
-def link_seconds(job: Job, carrier: str, size: float) -> float:
-    """Nominal seconds of ``size`` bytes over a carrier."""
-    hardware = job.hardware
+def link_seconds(hardware: Hardware, carrier: str, size: float, members: int) -> float:
+    """Nominal seconds of ``size`` bytes over a carrier; ``members`` of the collective link are trainer ranks and engines' GPUs."""
     if carrier == "disk":
         return size / hardware.disk_write_bytes_per_second + size / hardware.disk_read_bytes_per_second
     if carrier == "ipc":
         return size / hardware.accelerator.bytes_per_second
-    members = job.derived.ranks + job.derived.engines * job.config.engine.tensor_parallel
     return size / hardware.bus_bytes_per_second(members)
 
 
@@ -273,7 +271,8 @@ def sync_works(job: Job, carrier: str, *, delta: bool, changed: float) -> list[W
         read = TRAINER_BYTES * parameters / job.derived.ranks / job.trainer_rates(job.derived.ranks).bytes_per_second
         formula = f"{parameters:,} parameters x {TRAINER_BYTES} B / {job.derived.ranks} ranks"
         works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula=formula))
-    seconds = link_seconds(job, carrier, size)
+    members = job.derived.ranks + job.derived.engines * job.config.engine.tensor_parallel
+    seconds = link_seconds(job.hardware, carrier, size, members)
     works.append(Work(phase="sync", coefficient=f"sync_{carrier}", amount=seconds, formula=f"{what} = {size / 1e9:.4g} GB, {carrier}"))
     works.append(Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"))
     return works

@@ -13,6 +13,7 @@ from typing import Any
 from rlpost.config.algorithms import PAIRED
 from rlpost.config.derive import SINGLE_TURN, Derived
 from rlpost.config.schema import RunConfig
+from rlpost.observe.formats import is_number
 from rlpost.planner.options import PlanOptions
 from rlpost.planner.quantities import require_at_least, require_positive
 from rlpost.planner.timing import long_tailed_lengths
@@ -168,10 +169,11 @@ def _sequence(line: str, path: Path, number: int) -> tuple[int, int]:
     try:
         value = json.loads(line)
         prompt, answer = (0, value) if not isinstance(value, dict) else (value["prompt_length"], sum(value["trainable"]))
-        if isinstance(answer, int) and not isinstance(answer, bool) and answer >= 1 and prompt >= 0:
-            return int(prompt), int(answer)
+        good = isinstance(answer, int) and not isinstance(answer, bool) and answer >= 1 and prompt >= 0
     except (ValueError, KeyError, TypeError):
-        pass
+        good = False
+    if good:
+        return int(prompt), int(answer)
     raise ConfigError(f"{path}:{number}: {line[:60]!r}; expected a whole number of tokens above 0, or a row of a run's rollouts")
 
 
@@ -223,7 +225,7 @@ def _recorded_offline(
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str, otherwise: float | None = None) -> float:
-    values = [record[name] for record in records if isinstance(record.get(name), int | float)]
+    values = [record[name] for record in records if is_number(record.get(name))]
     if values:
         return fmean(values)
     if otherwise is None:

@@ -144,3 +144,16 @@ def test_a_sync_benchmark_calibrates_the_transports_that_it_has(tmp_path: Path) 
 def test_another_benchmark_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not a file of rlpost.bench sync"):
         read_sync_bench(tmp_path / "x.json", json.loads('{"benchmark": "step"}'), find_hardware(hardware="cpu"))
+
+
+def test_a_benchmark_of_a_gpu_is_not_taken_for_one_of_this_cpu(tmp_path: Path) -> None:
+    row = {"carrier": "collective", "mode": "full", "bytes": 2e9, "seconds": 8.0}
+    with pytest.raises(ConfigError, match=r"was measured on a gpu, and cpu.* is another kind"):
+        read_sync_bench(tmp_path / "x.json", {**bench(collective=row), "device": "gpu"}, find_hardware(hardware="cpu"))
+
+
+def test_a_benchmark_without_a_field_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks or garbles 'seconds'.*measure again"):
+        read_sync_bench(
+            tmp_path / "x.json", bench(collective={"carrier": "ipc", "mode": "full", "bytes": 1}), find_hardware(hardware="cpu")
+        )

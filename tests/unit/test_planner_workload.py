@@ -142,3 +142,8 @@ def test_offline_records_give_rows_and_answers() -> None:
     found = recorded_workload(config, derived, [{"train/tokens": rows * 6, "train/row_tokens": rows * 20, "train/micro_batches": 2}])
     assert found.prompt == 14 and set(found.answers) == {6}
     assert replace(found, recorded_row_tokens=None).row_tokens(True) == rows * 20
+
+
+def test_a_step_whose_figure_is_not_a_number_does_not_count() -> None:
+    """The newest record has NaN where the file has null."""
+    assert recorded_workload(*run(), [record(), record(rollout__turns_mean=float("nan"))]).turns == 1
