@@ -15,9 +15,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rlpost.planner.activations import POLICIES, Checkpointing
 from rlpost.planner.memory import kv_bytes_per_token
-from rlpost.planner.quantities import TimeLine, require_at_least, require_choice, require_positive
+from rlpost.planner.quantities import TimeLine, require_at_least, require_positive
 from rlpost.planner.shapes import ModelShape
 from rlpost.types import ConfigError
 
@@ -50,23 +49,6 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], *, row_tokens: int 
     require_at_least(0, row_tokens=tokens, logit_tokens=logits)
     output = shape.vocabulary * shape.hidden
     return 2.0 * (shape.multiplied_parameters - output) * tokens + 2.0 * output * logits + attention
-
-
-def update_flops(
-    shape: ModelShape,
-    lengths: Sequence[int],
-    *,
-    checkpointing: Checkpointing = "selective",
-    row_tokens: int | None = None,
-    logit_tokens: int | None = None,
-) -> float:
-    """Forward and backward: three forwards; one more of the layers when their inputs alone are kept, and of the output layer, whose
-    logits the trainer always computes again.
-    """
-    require_choice("checkpointing", checkpointing, POLICIES)
-    layers = forward_flops(shape, lengths, row_tokens=row_tokens, logit_tokens=0)
-    output = forward_flops(shape, lengths, row_tokens=row_tokens, logit_tokens=logit_tokens) - layers
-    return layers * (4 if checkpointing in ("full", "offload") else 3) + output * 4
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------

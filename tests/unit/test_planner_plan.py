@@ -87,6 +87,24 @@ def test_what_is_said_to_save_memory_does(setting: str, saves: str) -> None:
     assert after.phase_bytes(saves) < before.phase_bytes(saves)  # type: ignore[arg-type]
 
 
+def test_an_update_is_three_products_logits_a_fourth_and_layers_too_when_they_are_computed_again() -> None:
+    def amounts(*words: str) -> dict[str, float]:
+        found = plan("training.gradient_checkpointing=false", *words)
+        [update] = [phase for phase in found.step.phases if phase.name == "update"]
+        rate = found.hardware.accelerator.flops_per_second * found.derived.ranks
+        return {work.coefficient: work.amount * rate for work in update.works}
+
+    found = plan()
+    tokens, answers = found.workload.row_tokens(found.derived.attention == "padded"), found.workload.sampled_tokens
+    output = found.shape.vocabulary * found.shape.hidden
+    layers = 2.0 * (found.shape.multiplied_parameters - output) * tokens
+    kept, again, adapters = amounts(), amounts("training.gradient_checkpointing=true"), amounts("training.lora.rank=16")
+    assert kept["train_flops"] == pytest.approx(3 * layers + 4 * 2.0 * output * answers) and "forward_flops" not in kept
+    assert again["train_flops"] == pytest.approx(kept["train_flops"]) and again["forward_flops"] == pytest.approx(layers)
+    assert again["attention_flops"] == pytest.approx(4 / 3 * kept["attention_flops"])
+    assert adapters["train_flops"] == pytest.approx(2 * layers + 3 * 2.0 * output * answers)
+
+
 def test_a_model_that_is_too_large_does_not_fit_and_the_margin_says_by_how_much() -> None:
     found = plan("model.path=Qwen/Qwen2.5-72B", "engine.tensor_parallel=1")
     assert not found.memory.fits

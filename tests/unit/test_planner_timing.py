@@ -30,19 +30,11 @@ def test_a_forward_is_two_flops_a_multiplied_parameter_and_token_and_attention()
     assert timing.forward_flops(SHAPE, [100, 50]) == pytest.approx(2 * SHAPE.multiplied_parameters * 150 + attention)
 
 
-def test_an_update_is_three_forwards_and_a_fourth_of_what_is_computed_again() -> None:
-    lengths = [512] * 4
-    layers = timing.forward_flops(SHAPE, lengths, logit_tokens=0)
-    output = timing.forward_flops(SHAPE, lengths) - layers
-    assert timing.update_flops(SHAPE, lengths) == pytest.approx(3 * layers + 4 * output)
-    assert timing.update_flops(SHAPE, lengths, checkpointing="full") == pytest.approx(4 * (layers + output))
-
-
 def test_shared_prompts_and_untrained_tokens_save_all_but_attention() -> None:
     lengths = [1100] * 8
-    whole = timing.update_flops(SHAPE, lengths)
-    shared = timing.update_flops(SHAPE, lengths, row_tokens=1000 + 8 * 100, logit_tokens=800)
-    attention = 3 * timing.attention_flops(SHAPE, lengths)
+    whole = timing.forward_flops(SHAPE, lengths)
+    shared = timing.forward_flops(SHAPE, lengths, row_tokens=1000 + 8 * 100, logit_tokens=800)
+    attention = timing.attention_flops(SHAPE, lengths)
     assert (whole - attention) / (shared - attention) > 4.5  # 8,800 tokens against 1,800
     assert shared > attention
 
@@ -145,7 +137,6 @@ def test_sharded_updates_gather_for_each_micro_batch_and_reduce_gradients_once_a
         (lambda: timing.forward_flops(SHAPE, []), "lengths is empty"),
         (lambda: timing.forward_flops(SHAPE, [5, -3]), r"lengths\[1\]=-3"),
         (lambda: timing.forward_flops(SHAPE, [5], logit_tokens=-1), "logit_tokens=-1"),
-        (lambda: timing.update_flops(SHAPE, [5], checkpointing="half"), "'half'"),  # type: ignore[arg-type]
         (lambda: timing.decode_steps_per_second_limit(0, 1), "weight_bytes=0"),
         (lambda: timing.read_parameters(SHAPE, 0), "sequences=0"),
         (lambda: timing.decode_step_seconds(SHAPE, replace(SPEED, bytes_per_second=-1), 1, 0), "bytes_per_second=-1"),
