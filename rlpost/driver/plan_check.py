@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import subprocess
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from rlpost.planner.plan import Plan, make_plan, used_gpus
 from rlpost.types import ConfigError
 
 PLAN_FILE = "plan.json"
+_log = logging.getLogger(__name__)
 MEMORY_TOLERANCE = 0.1
 QUERY_TIMEOUT_S = 10.0
 
@@ -43,6 +45,10 @@ class PlanCheck:
         except ConfigError as error:
             say(f"no plan of this run: {error}")
             return None
+        except Exception as error:  # noqa: BLE001 - whatever a plan trips over, the run is not to stop for it
+            _log.warning("no plan of this run", exc_info=True)
+            say(f"no plan of this run, by a fault of the planner ({type(error).__name__}: {error}); logs/driver.log has where")
+            return None
         path = run_dir / PLAN_FILE
         if not path.exists():
             path.write_text(json.dumps(plan_to_json(plan), indent=1) + "\n", encoding="utf-8")
@@ -55,9 +61,12 @@ class PlanCheck:
         try:
             records = [*self._written(), last]
             run = measure(self.config, self.plan.derived, self.plan.hardware, records, source=str(self.run_dir))
+            self.rows = compare_run(run, self.plan.calibration)
         except ConfigError:
             return {}
-        self.rows = compare_run(run, self.plan.calibration)
+        except Exception:  # noqa: BLE001 - as above: this is the run's last step
+            _log.warning("the plan could not be compared with the run", exc_info=True)
+            return {}
         return {f"plan/error_{row.name}": row.error for row in self.rows}
 
     def _written(self) -> list[dict[str, Any]]:

@@ -94,10 +94,15 @@ class Footprint:
 def lora_linears(config: RunConfig, shape: ModelShape) -> tuple[Linear, ...]:
     """The layers that training.lora.targets names. Raises ConfigError when it names none."""
     pattern = re.compile(config.training.lora.targets)
-    found = tuple(one for one in shape.linears if pattern.search(f"model.layers.0.x.{one.name}"))
+    found = tuple(one for one in shape.linears if pattern.search(f"model.layers.0.{_part(one.name)}.{one.name}"))
     if not found:
         raise ConfigError(f"training.lora.targets={config.training.lora.targets!r} matches none of {[one.name for one in shape.linears]}")
     return found
+
+
+def _part(name: str) -> str:
+    """The module of a layer that has this matrix."""
+    return "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> int:

@@ -108,3 +108,16 @@ def test_gpus_are_known_by_what_nvidia_smi_calls_them(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path) + ":/bin:/usr/bin")
     found = this_machine(derive(load_config(["config=grpo_qwen"]).config, device="gpu"))
     assert found.accelerator.name == "H100-80GB" and (found.nodes, found.gpus_per_node) == (2, 4)
+
+
+def test_a_fault_of_the_planner_neither_keeps_a_run_from_starting_nor_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **named: Any) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+    check = started(tmp_path, Heard())
+    assert check is not None
+    monkeypatch.setattr("rlpost.driver.plan_check.measure", broken)
+    assert check.errors(record(1)) == {}
+    monkeypatch.setattr("rlpost.driver.plan_check.make_plan", broken)
+    heard = Heard()
+    assert started(tmp_path, heard) is None and "ZeroDivisionError" in heard.said[0]

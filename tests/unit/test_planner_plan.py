@@ -246,3 +246,11 @@ def test_options_and_settings_are_told_apart() -> None:
 def test_slips_of_options_are_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_words([word])
+
+
+def test_adapters_are_counted_where_their_pattern_names_the_module_of_a_layer() -> None:
+    both, attention = (
+        plan("training.lora.rank=16", f"training.lora.targets='{targets}'") for targets in ("_proj$", r"self_attn\.(q|v)_proj$")
+    )
+    assert both.sync is not None and attention.sync is not None
+    assert 0 < attention.sync.full_gb < both.sync.full_gb / 3
