@@ -31,6 +31,8 @@ USAGE = """python -m rlpost.plan config=NAME [option=value ...] [key.sub=value .
 DESCRIPTION = """What a run will need: memory of every process by phase, seconds of a step, of a weight sync, over splits of the GPUs,
 prefill tokens of agents, money. No GPU, no torch, one or two seconds. Without a calibration speeds are assumed, and every line says so."""
 
+ANY_SETTING = "any setting of the run's configuration (python -m rlpost.train --help)"
+
 EXAMPLES = """examples:
   python -m rlpost.plan config=grpo_qwen hardware=h100-8                          the shipped config on one node
   python -m rlpost.plan config=grpo_qwen nodes=4 gpus=8 gpu=H100-80GB nvlink=450 net=50 price=2.5 training.ranks=16
@@ -43,8 +45,12 @@ EXAMPLES = """examples:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line; options and settings are plain ``key=value`` words."""
+    from rlpost.config.options import option_help
+    from rlpost.planner.options import PlanOptions
+
+    options = f"options:\n{option_help(PlanOptions)}\n  KEY.SUB                 {ANY_SETTING}"
     parser = argparse.ArgumentParser(
-        prog="python -m rlpost.plan", usage=USAGE, description=DESCRIPTION, epilog=EXAMPLES + "\n" + option_help(),
+        prog="python -m rlpost.plan", usage=USAGE, description=DESCRIPTION, epilog=f"{EXAMPLES}\n{options}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument(
@@ -57,15 +63,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", metavar="LIST", help="compare: full, lora, qlora")
     parser.add_argument("--precisions", metavar="LIST", help="compare: bf16, fp8")
     return parser
-
-
-def option_help() -> str:
-    """The plan's own options, one a line."""
-    from rlpost.config.fields import children, type_name
-    from rlpost.planner.options import PlanOptions
-
-    lines = [f"  {child.key:<15}{child.doc} ({type_name(child.annotation).removesuffix(' or null')})" for child in children(PlanOptions)]
-    return "options:\n" + "\n".join(lines) + "\n  KEY.SUB        any setting of the run's configuration (python -m rlpost.train --help)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

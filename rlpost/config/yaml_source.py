@@ -61,6 +61,8 @@ def read_yaml(path: Path) -> YamlDocument:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=_ConfigLoader)
         values = yaml.load(text, Loader=_ConfigLoader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; correct the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
     except yaml.MarkedYAMLError as error:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
-from rlpost.config.fields import children, find_field, wrong_value
-from rlpost.config.load import CONFIG_KEY, override_value
+from rlpost.config.options import split_options
 from rlpost.config.schema import option
 from rlpost.planner.quantities import require_at_least, require_positive, require_share
-from rlpost.types import ConfigError
 
 
 @dataclass
@@ -56,28 +52,7 @@ def split_words(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
 
     Raises ConfigError for values of a wrong type or range, and for keys that neither has.
     """
-    known = {child.key: child for child in children(PlanOptions)}
-    values: dict[str, Any] = {}
-    others = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        if equals and key in known:
-            value = override_value(text, known[key].annotation)
-            problem = wrong_value(known[key], value, "command line")
-            if problem:
-                raise ConfigError(problem)
-            values[key] = value
-        else:
-            if equals and key != CONFIG_KEY and "." not in key and find_field(key) is None:
-                near = difflib.get_close_matches(key, [*known, CONFIG_KEY], n=1)
-                hint = (
-                    f"did you mean {near[0]}=?"
-                    if near
-                    else f"options of a plan are {', '.join(known)}; all else is the run's configuration"
-                )
-                raise ConfigError(f"unknown option {key}; {hint}")
-            others.append(word)
-    options = PlanOptions(**values)
+    options, others = split_options(words, PlanOptions, "a plan")
     check_options(options)
     return options, others
 

@@ -15,7 +15,7 @@ import rlpost
 ROOT = Path(rlpost.__file__).parent
 
 LAYERS = [
-    {"train", "plan", "doctor", "bench", "report"},
+    {"train", "plan", "doctor", "bench", "report", "launch"},
     {"diagnosis"},
     {"driver"},
     {"rollout", "training", "weights", "checkpoint", "cluster"},

@@ -131,7 +131,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md"):
         if (PROJECT / name).exists():
             shutil.copy(PROJECT / name, source / name)
-    for name in ("rlpost", "configs", "tests", "examples"):
+    for name in ("rlpost", "configs", "launch", "tests", "examples"):
         shutil.copytree(PROJECT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -140,9 +140,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_carries_every_module_and_config_and_nothing_else(wheel: Path) -> None:
+def test_wheel_carries_every_module_config_and_job_template_and_nothing_else(wheel: Path) -> None:
     expected = {str(path.relative_to(PROJECT)) for path in (PROJECT / "rlpost").rglob("*.py")}
-    expected |= {f"rlpost/configs/{path.name}" for path in (PROJECT / "configs").glob("*.yaml")}
+    carried = [*(PROJECT / "configs").glob("*.yaml"), *(PROJECT / "launch" / "slurm").glob("*.sbatch")]
+    expected |= {f"rlpost/{path.relative_to(PROJECT)}" for path in carried}
     content = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert content == expected
 
