@@ -5,17 +5,25 @@
 #     docker build -t rlpost .
 #     docker run --rm --gpus all --shm-size=16g -v "$PWD":/workspace -v "$HOME/.cache/huggingface":/home/rlpost/.cache/huggingface \
 #         rlpost config=grpo_qwen --dry-run
+# Other commands: --entrypoint python3 rlpost -m rlpost.launch ... (rlpost.plan, rlpost.doctor, rlpost.report likewise).
 #
 # The base image is vLLM's own release: CUDA, the torch that this vLLM was compiled against, and the kernels that it looks for.
-# Its version is the one that pyproject.toml pins as vllm; tests/unit/test_packaging.py compares the two.
+# Its version is the one that pyproject.toml pins as vllm; tests/unit/test_dockerfiles.py compares the two.
 ARG VLLM_VERSION=0.32.0
 FROM vllm/vllm-openai:v${VLLM_VERSION}
+
+# The health checks of KubeRay up to 1.5 call wget. The distribution decides its version.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends wget \
+    && rm -rf /var/lib/apt/lists/*
 
 # The constraints are what the image brings: a dependency of ours may add packages, never move torch, vLLM or a CUDA library under them.
 # Only NAME==VERSION lines: a package that the image installed from a file of its build is no usable constraint.
 WORKDIR /opt/rlpost
 COPY pyproject.toml setup.py MANIFEST.in README.md ./
 COPY configs configs
+COPY launch launch
 COPY rlpost rlpost
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN uv pip freeze --system | grep -E '^[A-Za-z0-9._-]+==' > /tmp/constraints.txt \

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,9 @@ class Commands(Protocol):
 
     def warnings(self, config: RunConfig, words: Sequence[str], settings: Any, step_s: float | None) -> list[str]:
         """What can run but may lose work; ``step_s`` are the planned seconds of a step with its checkpoint."""
+
+    def ask(self, paths: Sequence[Path], settings: Any) -> str | None:
+        """What the scheduler itself says to the written files, without a job; None where it cannot be asked. Raises ConfigError."""
 
     def submit(self, paths: Sequence[Path], config: RunConfig, settings: Any, say: Callable[[str], None]) -> str:
         """Hand the written files over; the job's id. Raises ConfigError with what the scheduler said."""
@@ -154,12 +158,14 @@ def launch(commands: Commands, settings: Any, words: Sequence[str], gpu: str | N
             print(f"---- {file}" if len(files) > 1 else "", text.rstrip(), "", sep="\n")
     for line in [*lines, *(f"warning: {one}" for one in [*found, *more, *commands.warnings(config, words, settings, step_s)])]:
         print(line, flush=True)
-    paths = []
-    if not parsed.dry_run or parsed.out is not None:
-        paths = write(files, Path(parsed.out) if parsed.out else _own_directory(config))
     if parsed.dry_run:
-        print("dry run: everything checked, nothing submitted")
+        with tempfile.TemporaryDirectory() as directory:
+            answer = commands.ask(write(files, Path(parsed.out or directory)), settings)
+        print(*([answer] if answer else []), "dry run: everything checked, nothing submitted", sep="\n")
         return EXIT_OK
+    paths = write(files, Path(parsed.out) if parsed.out else _own_directory(config))
+    for path in paths:
+        print(f"written: {path}", flush=True)
     job = commands.submit(paths, config, settings, lambda line: print(line, flush=True))
     print(f"job: {job}", flush=True)
     return commands.logs(job, settings, True) if parsed.follow else EXIT_OK
@@ -193,7 +199,6 @@ def write(files: Mapping[str, str], directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, files.values(), strict=True):
         path.write_text(text)
-        print(f"written: {path}", flush=True)
     return paths
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rlpost.config.fields import Place, children, clean, joined
 from rlpost.config.schema import REQUIRED, RunConfig, option
 from rlpost.jobs.needs import ROLLOUT_GROUP, SHARED_GROUP, TRAINER_GROUP
+from rlpost.jobs.secrets import is_secret_variable, secret_keys
 from rlpost.types import ConfigError
 
 HEAD = "head"
@@ -19,11 +20,8 @@ ROLES = (HEAD, TRAINER_GROUP, ROLLOUT_GROUP, SHARED_GROUP)
 _AT_LEAST_ONE = ("cpus_per_node", "memory_gib", "head_memory_gib", "shm_gib", "rdma_count", "rollout_max", "active_deadline_s")
 _NOT_NEGATIVE = ("gpus_per_node", "rollout_min", "backoff_limit", "ttl_s", "grace_s")
 
-_SECRET_VARIABLE = re.compile(r"(?i)(^|_)(token|api_?key|access_?key|private_key|password|passwd|secret|credentials?)$")
-_SECRET_KEY = re.compile(
-    r"(?i)(^|_)((hf|auth|access|api|bearer)_token|api_?key|access_?key|private_key|password|passwd|secret|credentials?)$"
-)
-"""In a configuration a plain ``token`` is text (eos_token), in an environment it is a secret."""
+NAME_LENGTHS = {"RayJob": 47, "RayCluster": 53, "ConfigMap": 63}
+"""KubeRay adds 6 characters to a RayJob's name for its cluster, and up to 10 to a cluster's for its services, which have 63."""
 
 
 @dataclass
@@ -35,7 +33,9 @@ class KubeSettings:
         "RayJob runs the training and then gives everything back; RayCluster only holds the nodes, for `ray job submit`.",
         ("RayJob", "RayCluster"),
     )
-    name: str | None = option(None, "Name of the job, and of its directory below volume_path/runs; null is the run's name.")
+    job_name: str | None = option(
+        None, "Name of the job, and of its directory below volume_path/runs; null is the run's name as Kubernetes takes it (a_1 is a-1)."
+    )
     namespace: str | None = option(None, "Namespace; null is kubectl's.")
     image: str = option(REQUIRED, "Container image with rlpost (Dockerfile).")
     ray_version: str = option("2.60.0", "Ray's version in the image.")
@@ -88,6 +88,14 @@ class KubeSettings:
         """Whether Ray's autoscaler chooses the number of rollout nodes."""
         return self.rollout_min is not None or self.rollout_max is not None
 
+    def name_of(self, run: str) -> str:
+        """The job's name: ``job_name``, else the run's in small letters, digits and dashes, beginning with a letter."""
+        if self.job_name is not None:
+            return self.job_name
+        plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+        plain = plain if plain[:1].isalpha() else f"run-{plain}"
+        return plain[: NAME_LENGTHS[self.kind]].rstrip("-")
+
 
 def check_settings(settings: KubeSettings, config: RunConfig) -> None:
     """Raise ConfigError with everything that is missing, has a wrong type or range, does not go together, or would write a secret down."""
@@ -137,31 +145,13 @@ def _combinations(settings: KubeSettings) -> Iterator[str]:
 def _secrets(settings: KubeSettings, config: RunConfig) -> Iterator[str]:
     """A manifest is read by everybody who may read the job; names of secrets may stand in it, their values never."""
     for name in settings.env:
-        if _SECRET_VARIABLE.search(name):
+        if is_secret_variable(name):
             yield f"env has {name}, which reads like a secret, in the manifest; give it as secrets={{{name}: secret-name/key}}"
     for name, reference in settings.secrets.items():
         if not (isinstance(reference, str) and re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9._-]+", reference)):
             yield f"secrets.{name} is no reference to a Secret; expected secret-name/key, and never the secret itself"
-    for key in _text_keys(config):
-        if _SECRET_KEY.search(key.rpartition(".")[2]):
-            yield (
-                f"the run's configuration has a value at {key}, which reads like a secret, and would stand in the ConfigMap; let the code "
-                "read an environment variable, and give that as secrets={NAME: secret-name/key}"
-            )
-
-
-def _text_keys(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys below a dataclass, mapping or list that hold text which is not empty."""
-    if isinstance(value, str):
-        if value:
-            yield key
-        return
-    entries: Any = ()
-    if isinstance(value, dict):
-        entries = value.items()
-    elif isinstance(value, list):
-        entries = enumerate(value)
-    elif hasattr(value, "__dataclass_fields__"):
-        entries = vars(value).items()
-    for name, inner in entries:
-        yield from _text_keys(inner, f"{key}.{name}" if key else str(name))
+    for key in secret_keys(config):
+        yield (
+            f"the run's configuration has a value at {key}, which reads like a secret, and would stand in the ConfigMap; let the code "
+            "read an environment variable, and give that as secrets={NAME: secret-name/key}"
+        )

@@ -1,13 +1,14 @@
 """A RayJob (or RayCluster) and the ConfigMap with the run's configuration, as plain mappings; ``to_yaml`` writes them.
 
 Fields are those of KubeRay's API (ray.io/v1); labels and annotations of the gang schedulers are those of the pages on Kueue, Volcano and
-YuniKorn in Ray's documentation. Three things are not obvious:
+YuniKorn in Ray's documentation. Four things are not obvious:
 
 - The command is only ``python3 -m rlpost.train config=FILE``: what a job changes in the configuration stands in a file over it, because
   the ways of submission differ in how they quote.
 - The driver runs on the head (Ray puts jobs there), where nothing else is placed (``num-cpus: 0``).
 - When pods are told to end, the head's ``preStop`` sends SIGTERM to the driver and waits for it, and workers wait for the head, so that
   ranks are there while the checkpoint is written. ``ray job stop`` gives as much time (RAY_JOB_STOP_WAIT_TIME_S).
+- The group's role is a label of its Ray nodes (ROLE_LABEL) by the field ``labels``; KubeRay (from 1.5) refuses it in ``rayStartParams``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from rlpost.jobs.needs import ROLLOUT_GROUP, JobNeeds, NodeGroup, job_needs, ove
 from rlpost.types import ConfigError
 
 GPU = "nvidia.com/gpu"
+ROLE_LABEL = "rlpost-role"
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+KUEUE_ELASTIC = "kueue.x-k8s.io/elastic-job"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
 CONFIG_DIRECTORY = "/etc/rlpost"
 RUN_FILE, JOB_FILE = "config.yaml", "job.yaml"
 
@@ -31,8 +36,9 @@ STOP_DRIVER = (
 )
 """Of the head: the process that has ``rlpost.train`` as an argument, which this shell itself has not."""
 
-WAIT_FOR_HEAD = 'while ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do sleep 2; done'
-"""Of workers; KubeRay sets RAY_ADDRESS to the head's."""
+WAIT_FOR_HEAD = "while grep -qs ':18EB 01 ' /proc/net/tcp /proc/net/tcp6; do sleep 2; done"
+"""Of workers: as long as there is a connection (01: established) to the head's port, 6379 (18EB). A head that saves is about to end, and
+the name of its service may not lead to it any more."""
 
 SPARE_GRACE_S = 30
 """Pods live this much longer than the driver may need: Ray's own processes end after it."""
@@ -46,19 +52,24 @@ def render(config_yaml: str, config: RunConfig, settings: KubeSettings) -> list[
     Raises ConfigError for settings that cannot work, and as :func:`~rlpost.jobs.needs.job_needs` does.
     """
     check_settings(settings, config)
-    needs = job_needs(
+    needs = kube_needs(config, settings)
+    name = settings.name_of(config.name)
+    cluster = _cluster_spec(name, needs, settings)
+    spec = cluster if settings.kind == "RayCluster" else _job_spec(cluster, settings)
+    job: Manifest = {"apiVersion": "ray.io/v1", "kind": settings.kind, "metadata": _metadata(name, name, settings), "spec": spec}
+    _add_gang(job["metadata"], name, settings)
+    return [_config_map(name, config_yaml, config, needs, settings), job]
+
+
+def kube_needs(config: RunConfig, settings: KubeSettings) -> JobNeeds:
+    """The nodes of the job. Raises ConfigError as :func:`~rlpost.jobs.needs.job_needs` does."""
+    return job_needs(
         config,
         gpus_per_node=settings.gpus_per_node or 0,
         cpus_per_node=settings.cpus_per_node,
         memory_gib_per_node=settings.memory_gib,
         separate_roles=settings.separate_roles,
     )
-    name = settings.name or config.name
-    cluster = _cluster_spec(name, needs, settings)
-    spec = cluster if settings.kind == "RayCluster" else _job_spec(cluster, settings)
-    job: Manifest = {"apiVersion": "ray.io/v1", "kind": settings.kind, "metadata": _metadata(name, name, settings), "spec": spec}
-    _add_gang(job["metadata"], name, settings)
-    return [_config_map(name, config_yaml, config, needs, settings), job]
 
 
 def to_yaml(manifests: list[Manifest]) -> str:
@@ -81,9 +92,9 @@ _Dumper.add_representer(str, _text)
 
 
 def _metadata(name: str, job: str, settings: KubeSettings) -> Manifest:
-    """``app.kubernetes.io/instance`` is the job's name on all its objects: one label finds and deletes them."""
+    """INSTANCE_LABEL is the job's name on all its objects: one label finds and deletes them."""
     namespace = {"namespace": settings.namespace} if settings.namespace else {}
-    return {"name": name, **namespace, "labels": {"app.kubernetes.io/name": "rlpost", "app.kubernetes.io/instance": job}}
+    return {"name": name, **namespace, "labels": {"app.kubernetes.io/name": "rlpost", INSTANCE_LABEL: job}}
 
 
 def _config_map(name: str, config_yaml: str, config: RunConfig, needs: JobNeeds, settings: KubeSettings) -> Manifest:
@@ -117,7 +128,7 @@ def _job_spec(cluster: Manifest, settings: KubeSettings) -> Manifest:
 
 def _add_gang(metadata: Manifest, name: str, settings: KubeSettings) -> None:
     """Labels of the job; KubeRay hands them on to its cluster and pods."""
-    queue = {"kueue": "kueue.x-k8s.io/queue-name", "volcano": "volcano.sh/queue-name", "yunikorn": "yunikorn.apache.org/queue"}
+    queue = {"kueue": KUEUE_QUEUE, "volcano": "volcano.sh/queue-name", "yunikorn": "yunikorn.apache.org/queue"}
     labels = {
         "none": {},
         "kueue": {},
@@ -129,7 +140,7 @@ def _add_gang(metadata: Manifest, name: str, settings: KubeSettings) -> None:
         metadata["labels"][queue[settings.gang]] = settings.queue
     if settings.gang == "kueue" and settings.autoscales:
         # Kueue refuses the autoscaler but for jobs that it may resize (its feature ElasticJobsViaWorkloadSlices).
-        metadata["annotations"] = {"kueue.x-k8s.io/elastic-job": "true"}
+        metadata["annotations"] = {KUEUE_ELASTIC: "true"}
 
 
 def _cluster_spec(name: str, needs: JobNeeds, settings: KubeSettings) -> Manifest:
@@ -163,6 +174,7 @@ def _worker_group(name: str, group: NodeGroup, settings: KubeSettings) -> Manife
         "minReplicas": least,
         "maxReplicas": most,
         "rayStartParams": {},
+        "labels": {ROLE_LABEL: group.role},
         "template": pod,
     }
 

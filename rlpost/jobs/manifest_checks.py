@@ -18,16 +18,12 @@ from jsonschema.exceptions import ValidationError
 from rlpost.config.derive import Device
 from rlpost.config.fields import joined
 from rlpost.jobs.kube_schema import SCHEMAS, Schema, crd_schema
-from rlpost.jobs.kuberay import GPU, Manifest
+from rlpost.jobs.kube_settings import NAME_LENGTHS
+from rlpost.jobs.kuberay import GPU, KUEUE_ELASTIC, KUEUE_QUEUE, Manifest
 from rlpost.jobs.needs import ROLLOUT_GROUP
 from rlpost.types import ConfigError
 
-NAME_LENGTHS = {"RayJob": 47, "RayCluster": 53, "ConfigMap": 63}
-"""KubeRay adds 6 characters to a RayJob's name for its cluster, and up to 10 to a cluster's for its services, which have 63."""
-
 LABEL_LENGTH = 63
-KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
-KUEUE_ELASTIC = "kueue.x-k8s.io/elastic-job"
 KUEUE_POD_SETS = 18
 """Kinds of pods of a workload: the head, a submitter pod, and then 17 or 16 worker groups. Older releases of Kueue take 8."""
 KUEUE_RESERVED = ("head", "submitter")
@@ -122,7 +118,7 @@ def _metadata_problems(manifest: Manifest) -> Iterator[str]:
     if len(name) > most or not _DNS_LABEL.fullmatch(name):
         yield (
             f"{kind} metadata.name is {name!r} ({len(name)} characters), expected at most {most} of a-z, 0-9 and -, with a letter first; "
-            "set name= to a shorter or plainer one"
+            "set job_name= to a shorter or plainer one"
         )
     for key, value in metadata.get("labels", {}).items():
         if len(value) > LABEL_LENGTH or not _LABEL_VALUE.fullmatch(value):
@@ -160,7 +156,7 @@ def _job_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _group_problems(manifest: Manifest) -> Iterator[str]:
-    """Worker groups: names and numbers of nodes."""
+    """Worker groups: names, labels and numbers of nodes."""
     cluster = _cluster(manifest)
     groups = cluster.get("workerGroupSpecs", [])
     for name, count in Counter(group["groupName"] for group in groups).items():
@@ -168,6 +164,9 @@ def _group_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{count} worker groups are called {name}, expected each name once; rename them"
         if len(name) > LABEL_LENGTH or not _DNS_LABEL.fullmatch(name):
             yield f"worker group {name!r}: expected a name of at most {LABEL_LENGTH} of a-z, 0-9 and -, with a letter first; rename it"
+    for group in (cluster["headGroupSpec"], *groups):
+        if "labels" in group.get("rayStartParams", {}):
+            yield f"{group.get('groupName', 'headGroupSpec')}: rayStartParams.labels is refused by KubeRay; move them to the field labels"
     for group in groups:
         name, least, most = group["groupName"], group["minReplicas"], group["maxReplicas"]
         nodes = group.get("replicas", 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft7Validator
 
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
@@ -157,7 +159,7 @@ def test_a_gang_scheduler_finds_its_labels(gang: str, labels: dict[str, str]) ->
 def test_the_config_map_loads_as_the_run_that_joins_its_ray_and_resumes(tmp_path: Path, config: str, size: int) -> None:
     """Read back from the YAML that kubectl gets, as the driver in the pod reads it."""
     loaded = load_config([f"config={config}", "seed=7"])
-    text = to_yaml(render(loaded.yaml, loaded.config, settings(name="run-1", gpus_per_node=size)))
+    text = to_yaml(render(loaded.yaml, loaded.config, settings(job_name="run-1", gpus_per_node=size)))
     config_map, job = yaml.safe_load_all(text)
     for name, content in config_map["data"].items():
         (tmp_path / name).write_text(content)
@@ -185,7 +187,7 @@ def test_yaml_says_what_was_rendered(values: dict[str, Any]) -> None:
         (
             "rayjob-cpu",
             "grpo_tiny",
-            {"name": "grpo-tiny", "gpus_per_node": 0, "cpus_per_node": 2, "memory_gib": 8, "head_memory_gib": 4, "shm_gib": 2},
+            {"gpus_per_node": 0, "cpus_per_node": 2, "memory_gib": 8, "head_memory_gib": 4, "shm_gib": 2},
         ),
         ("rayjob", "grpo_qwen_multinode", {"gang": "kueue", "queue": "team", "secrets": {"HF_TOKEN": "hugging-face/token"}}),
         (
@@ -371,7 +373,7 @@ FAULTS: list[tuple[str, Callable[[Manifest], Any], str]] = [
     ("an endless shm", lambda job: at(job, *POD)["volumes"][2]["emptyDir"].pop("sizeLimit"), "shm in memory has no sizeLimit"),
     ("a long name", lambda job: job["metadata"].update(name="a" * 48), "(48 characters), expected at most 47"),
     ("an underscore", lambda job: job["metadata"].update(name="grpo_tiny"), "metadata.name is 'grpo_tiny'"),
-    ("a number first", lambda job: job["metadata"].update(name="7b"), "with a letter first; set name="),
+    ("a number first", lambda job: job["metadata"].update(name="7b"), "with a letter first; set job_name="),
     ("a long label", lambda job: job["metadata"]["labels"].update(a="b" * 64), "metadata.labels.a is"),
     ("a group's name", lambda job: at(job, *WORKER).update(groupName="My_Group"), "worker group 'My_Group': expected a name"),
     ("twice the same group", twice, "2 worker groups are called shared"),
@@ -407,9 +409,38 @@ def test_a_config_map_that_kubernetes_does_not_take_is_refused() -> None:
     assert "expected at most 1048576" in problem
 
 
-def test_an_impossible_run_name_is_refused_for_all_objects_with_the_setting_to_change() -> None:
-    problems = find_problems(rendered(config="grpo_tiny", gpus_per_node=0))
-    assert len(problems) == 2 and all("set name=" in problem for problem in problems)
+@pytest.mark.parametrize(
+    ("run", "job", "cluster"),
+    [
+        ("grpo_tiny", "grpo-tiny", "grpo-tiny"),
+        ("Qwen3 14B/try 2.", "qwen3-14b-try-2", "qwen3-14b-try-2"),
+        ("7b", "run-7b", "run-7b"),
+        ("___", "run", "run"),
+        ("a" * 46 + "-bc", "a" * 46, "a" * 46 + "-bc"),
+    ],
+)
+def test_any_run_has_a_name_that_kubernetes_takes(run: str, job: str, cluster: str) -> None:
+    for kind, expected in (("RayJob", job), ("RayCluster", cluster)):
+        manifests = rendered(f"name={run}", kind=kind)
+        assert find_problems(manifests) == []
+        assert [manifest["metadata"]["name"] for manifest in manifests] == [f"{expected}-config", expected]
+        assert yaml.safe_load(manifests[0]["data"]["job.yaml"])["run_dir"] == f"/workspace/runs/{expected}"
+
+
+def test_an_impossible_job_name_is_refused_for_all_objects_with_the_setting_to_change() -> None:
+    problems = find_problems(rendered(job_name="My_Job"))
+    assert len(problems) == 2 and all("set job_name=" in problem for problem in problems)
+
+
+def test_nodes_carry_the_role_of_their_group_as_a_label_of_ray() -> None:
+    """Ray places a bundle on the nodes of its role by it; KubeRay refuses labels among rayStartParams."""
+    manifests = rendered(separate_roles=True)
+    assert [group["labels"] for group in groups(manifests)] == [{"rlpost-role": "trainer"}, {"rlpost-role": "rollout"}]
+    assert groups(rendered())[0]["labels"] == {"rlpost-role": "shared"}
+    for group in (manifests[1]["spec"]["rayClusterSpec"]["headGroupSpec"], groups(manifests)[1]):
+        group["rayStartParams"]["labels"] = "rlpost-role=rollout"
+    problems = find_problems(manifests)
+    assert len(problems) == 2 and all("rayStartParams.labels is refused by KubeRay" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -467,16 +498,22 @@ def test_the_head_ends_after_its_driver_has_saved_and_ends_nobody_else(tmp_path:
             process.wait()
 
 
-def test_workers_stay_as_long_as_the_head_answers(tmp_path: Path) -> None:
-    calls = tmp_path / "calls"
-    ray = tmp_path / "ray"
-    ray.write_text(f'#!/bin/sh\necho "$@" >> {calls}; [ $(wc -l < {calls}) -lt 3 ]\n')
-    ray.chmod(0o755)
-    script = WAIT_FOR_HEAD.replace("sleep 2", "sleep 0")
-    subprocess.run(
-        ["/bin/bash", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_ADDRESS": "head:6379"}, check=True, timeout=30
-    )
-    assert calls.read_text().splitlines() == ["health-check --address head:6379"] * 3
+def test_workers_stay_as_long_as_they_are_connected_to_the_head() -> None:
+    """The hook itself, over a connection of this process: its own port stands for the head's."""
+    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_connection(head.getsockname()) as worker:
+        accepted, _ = head.accept()
+        assert f"{6379:04X}" == "18EB" and WAIT_FOR_HEAD.count("18EB") == 1
+        script = WAIT_FOR_HEAD.replace("18EB", f"{head.getsockname()[1]:04X}").replace("sleep 2", "sleep 0.05")
+        waiting = subprocess.Popen(["/bin/bash", "-c", script])
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.wait(timeout=0.5)
+            accepted.close()
+            worker.close()
+            assert waiting.wait(timeout=30) == 0, "a port that only listens is no head that answers"
+        finally:
+            waiting.kill()
+            waiting.wait()
 
 
 def test_the_default_ray_version_is_the_one_that_is_pinned() -> None:
@@ -510,6 +547,57 @@ def test_the_excerpt_says_what_the_crds_say() -> None:
     for kind in ("RayJob", "RayCluster"):
         compare(SCHEMAS[kind], schema_sources()["CRDs"][kind], kind)
     assert compared > 200
+
+
+CRD = """
+kind: CustomResourceDefinition
+spec:
+  names: {kind: RayJob}
+  versions:
+  - name: v1alpha1
+    schema: {openAPIV3Schema: {type: object}}
+  - name: v1
+    schema:
+      openAPIV3Schema:
+        type: object
+        properties:
+          apiVersion: {type: string}
+          kind: {type: string}
+          metadata: {type: object}
+          spec:
+            type: object
+            required: [entrypoint]
+            properties:
+              entrypoint: {type: string}
+              anything: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {a: {type: string}}}
+              names: {type: object, additionalProperties: {type: string}}
+              containers:
+                type: array
+                items: {type: object, properties: {name: {type: string}, amount: {x-kubernetes-int-or-string: true}}}
+"""
+"""As KubeRay's files are built, with a field for each thing that they say."""
+
+
+def test_a_crd_is_read_as_a_schema_that_refuses_what_it_does_not_name(tmp_path: Path) -> None:
+    path = tmp_path / "crd.yaml"
+    path.write_text(CRD)
+    kind, schema = crd_schema(path)
+    validator = Draft7Validator(schema)
+    spec = {"entrypoint": "x", "anything": {"b": 1}, "names": {"any": "y"}, "containers": [{"name": "a", "amount": 3}, {"amount": "3Gi"}]}
+    manifest = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": "x"}, "spec": spec}
+    assert kind == "RayJob" and not list(validator.iter_errors(manifest))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"unknown": 1}, "'unknown' was unexpected"),
+        ({"entrypoint": 1}, "1 is not of type 'string'"),
+        ({"names": {"any": 1}}, "1 is not of type 'string'"),
+        ({"containers": [{"nam": "a"}]}, "'nam' was unexpected"),
+    ]
+    for change, message in wrong:
+        (error,) = validator.iter_errors({**manifest, "spec": {**spec, **change}})
+        assert message in error.message
+    assert [error.message for error in validator.iter_errors({**manifest, "spec": {}})] == ["'entrypoint' is a required property"]
+    with pytest.raises(ConfigError, match="with the version v2"):
+        crd_schema(path, "v2")
 
 
 def test_a_file_that_is_no_crd_is_refused(tmp_path: Path) -> None:

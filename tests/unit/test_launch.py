@@ -33,6 +33,7 @@ class Scheduler:
         self.submitted: list[Path] = []
         self.steps: list[float | None] = []
         self.devices: list[str] = []
+        self.asked: list[str] = []
 
     def files(self, config: RunConfig, words: Sequence[str], settings: Settings) -> dict[str, str]:
         self.devices.append(config.placement.device)
@@ -43,6 +44,10 @@ class Scheduler:
     def warnings(self, config: RunConfig, words: Sequence[str], settings: Settings, step_s: float | None) -> list[str]:
         self.steps.append(step_s)
         return ["mind the gap"]
+
+    def ask(self, paths: Sequence[Path], settings: Settings) -> str | None:
+        self.asked += [path.read_text() for path in paths]
+        return "the scheduler would take it"
 
     def submit(self, paths: Sequence[Path], config: RunConfig, settings: Settings, say: Callable[[str], None]) -> str:
         self.submitted += paths
@@ -64,9 +69,9 @@ class Scheduler:
 def scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scheduler:
     """Stands in for Slurm; the working directory is empty."""
     fake = Scheduler()
-    commands = SimpleNamespace(**{name: getattr(fake, name) for name in ("files", "warnings", "submit", "status", "logs", "stop")})
-    monkeypatch.setitem(sys.modules, "fake_commands", commands)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "fake_settings", SimpleNamespace(Settings=Settings))  # type: ignore[arg-type]
+    commands = SimpleNamespace(**{name: getattr(fake, name) for name in ("files", "warnings", "ask", "submit", "status", "logs", "stop")})
+    monkeypatch.setitem(sys.modules, "fake_commands", commands)
+    monkeypatch.setitem(sys.modules, "fake_settings", SimpleNamespace(Settings=Settings))
     monkeypatch.setitem(rlpost.launch.SCHEDULERS, "slurm", ("a fake job", "fake_commands", "fake_settings:Settings"))
     monkeypatch.chdir(tmp_path)
     return fake
@@ -76,7 +81,8 @@ def test_dry_run_prints_the_job_and_leaves_nothing_behind(scheduler: Scheduler, 
     assert main(["slurm", "config=grpo_tiny", "queue=night", "schedule.steps=3", "--dry-run"]) == EXIT_OK
     printed = capsys.readouterr().out
     assert "config=grpo_tiny schedule.steps=3 in night" in printed and "warning: mind the gap" in printed
-    assert printed.rstrip().endswith("dry run: everything checked, nothing submitted")
+    assert printed.rstrip().endswith("the scheduler would take it\ndry run: everything checked, nothing submitted")
+    assert scheduler.asked == ["config=grpo_tiny schedule.steps=3 in night\n"], "the scheduler saw what would be submitted"
     assert not scheduler.submitted and not list(tmp_path.iterdir())
 
 

@@ -102,25 +102,6 @@ def test_lock_holds_everything_that_its_packages_need() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# ---- the image -------------------------------------------------------------------------------------------------------
-
-
-def test_image_and_gpu_extra_name_the_same_vllm() -> None:
-    image = re.search(r"^ARG VLLM_VERSION=(\S+)$", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
-    pinned = {Requirement(text).name: str(Requirement(text).specifier) for text in project_table()["optional-dependencies"]["gpu"]}
-    assert image and pinned["vllm"] == f"=={image[1]}"
-
-
-def test_image_copies_only_what_is_there_and_not_ignored() -> None:
-    allowed = {line[1:] for line in (PROJECT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    copied: set[str] = set()
-    for arguments in re.findall(r"^COPY (.+)$", (PROJECT / "Dockerfile").read_text(), re.MULTILINE):
-        copied.update(arguments.split()[:-1])
-    assert copied == allowed
-    missing = [name for name in sorted(copied) if not (PROJECT / name).exists()]
-    assert not missing
-
-
 # ---- the wheel -------------------------------------------------------------------------------------------------------
 
 
