@@ -36,7 +36,7 @@ class Loop(ABC):
     console: Console
     trackers: Trackers
     stop: asyncio.Event
-    """Set by a signal: finish the step, save, end."""
+    """Set by a signal: wait for no more rollouts, finish an update that has begun, save, end."""
     trainers: TrainerGroup
     critic: TrainerGroup | None = None
     plan: PlanCheck | None = None
@@ -118,8 +118,9 @@ class Loop(ABC):
             await self.critic.call("load", str(checkpoint / CRITIC))
         self.step = self.saved = int(state["step"])
         self.restore_own(state)
-        self.trackers.truncate_after(self.step)
-        if not any(record.get("step") == self.step and "train/loss" in record for record in read_metrics(self.run_dir)):
+        # At step 0 the evaluation is made again.
+        self.trackers.truncate_after(self.step or -1)
+        if self.step and not any(record.get("step") == self.step and "train/loss" in record for record in read_metrics(self.run_dir)):
             # Stopped between the checkpoint and the step's report.
             record = {name: math.nan if value is None else value for name, value in state["record"].items()}
             self.trackers.log({"step": self.step, **self.identity(), **record}, self.step)

@@ -58,7 +58,7 @@ class OfflineRun(Loop):
         self.clock.start_step()
         if self.cache is not None:
             await self._fill_cache(self.cache)
-        if self.step == 0:
+        if self.step == 0 and self.more:
             await self.evaluate()
         while self.more:
             rows = [self.inputs.rows[self.cursor.next()[1]] for _ in range(self.config.schedule.prompts_per_step)]

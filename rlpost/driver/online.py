@@ -81,11 +81,13 @@ class OnlineRun(Loop):
         self.clock.start_step()
         await self.sync()
         self.collector.resume(self.unfinished)
-        if self.step == 0:
+        if self.step == 0 and self.more:
             await self.evaluate()
         while self.more:
             self.collector.fill()
             groups = await self.next_batch()
+            if groups is None:
+                break
             await self.learn(groups)
             self.step += 1
             # Before the sync: what is saved is the trainer after its update, and a resume begins with a sync.
@@ -96,13 +98,17 @@ class OnlineRun(Loop):
             self.write(groups)
         await self.save(at_stop=True)
 
-    async def next_batch(self) -> list[Group]:
-        """The next groups, at most ``max_staleness`` versions old. An engine that is lost meanwhile is replaced."""
+    async def next_batch(self) -> list[Group] | None:
+        """The next groups, at most ``max_staleness`` versions old. An engine that is lost meanwhile is replaced.
+
+        None when the run is told to stop while it waits: a checkpoint has the groups that are under way, a step may take long.
+        """
         with self.clock.phase("generate"):
             while True:
-                lost = self.parts.engines.lost
-                groups = await self.collector.take(self.config.schedule.rollout_timeout_s, interrupted=lost.is_set)
-                if groups is not None:
+                groups = await self.collector.take(
+                    self.config.schedule.rollout_timeout_s, interrupted=lambda: self.parts.engines.lost.is_set() or self.stop.is_set()
+                )
+                if groups is not None or self.stop.is_set():
                     break
                 await self.repair_engines()
         # What came after the last generation was waiting for rewards.

@@ -95,19 +95,23 @@ async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def request_stop() -> None:
-        if stop.is_set():  # the second signal ends at once
-            os._exit(EXIT_AT_ONCE)
+    def request_stop(number: signal.Signals) -> None:
+        if stop.is_set():
+            # The second Ctrl-C ends at once. SIGTERM comes more than once from schedulers that want no more than the first time:
+            # a deleted RayJob is stopped by KubeRay and then by its pod, and a scheduler that means it has SIGKILL.
+            if number == signal.SIGINT:
+                os._exit(EXIT_AT_ONCE)
+            return
         stop.set()
         context.stop_requested.set()
-        console.warning("stopping after this step and saving; once more ends at once")
+        console.warning("stopping: an update that has begun is finished, then the run is saved; a second Ctrl-C ends at once")
 
     where = setup.connect(config)
     async with AsyncExitStack() as stack:
         stack.callback(setup.close_session)
         # After Ray's start, which puts in a SIGTERM handler of its own that ends the process at once.
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, request_stop)
+            loop.add_signal_handler(number, request_stop, number)
         console.message(f"Ray on {where['where']}")
         run = await start(context, stack, stop)
         await run.run(checkpoint)

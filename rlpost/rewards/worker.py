@@ -45,6 +45,9 @@ def main(descriptor: int, crash_descriptor: int, parent_pid: int) -> None:
     ``descriptor`` is the socket; ``crash_descriptor`` a file for the traceback of a crash or, on SIGUSR1, of where a call hangs.
     """
     _die_with_parent(parent_pid)
+    # Schedulers send it to all processes of a job: the driver then saves, and ends its workers itself. No SIG_IGN, which the programs
+    # that a reward starts would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     for inherited in (descriptor, crash_descriptor):
         os.set_inheritable(inherited, False)  # a process that a reward starts must not hold our socket open
     faulthandler.enable(file=crash_descriptor, all_threads=False)

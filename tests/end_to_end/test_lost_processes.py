@@ -106,11 +106,11 @@ def test_replaced_engine_has_the_present_weights_before_its_first_token(engine_k
         assert record["parity/logprob_abs_mean"] < 1e-4, "the version is not only a label"
 
 
-def test_signal_ends_the_run_after_its_step_with_a_checkpoint(engine_killed_then_stopped: Attempt) -> None:
+def test_signal_ends_the_run_with_a_checkpoint_of_its_last_step(engine_killed_then_stopped: Attempt) -> None:
     attempt = engine_killed_then_stopped
     assert attempt.checkpoints == [f"step_{len(attempt.records):06d}"]
     assert len(attempt.records) < STEPS
-    assert "stopping after this step" in attempt.output and "Traceback" not in attempt.output
+    assert "stopping: an update" in attempt.output and "Traceback" not in attempt.output
     assert attempt.output.strip().splitlines()[-1] == "run: run"
 
 

@@ -22,7 +22,7 @@ from rlpost.rewards import RewardRunner
 from rlpost.types import ConfigError, InfrastructureError, RewardItem, RewardOutcome
 
 FUNCTIONS = '''
-import asyncio, os, signal, sys, time
+import asyncio, os, signal, subprocess, sys, time
 import numpy as np
 from rlpost.rewards import RewardResult
 
@@ -41,6 +41,13 @@ def by_command(prompt, completion, **fields):
         os._exit(3)
     if completion == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if completion == "told to end":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1.0
+    if completion == "program told to end":
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        program.terminate()
+        return float(program.wait(20) == -signal.SIGTERM)
     if completion == "gave up":
         raise TimeoutError("sandbox busy")
     if completion == "print":
@@ -315,6 +322,12 @@ def test_file_that_ends_the_process_on_import_is_an_error_not_a_hang(tmp_path: P
 def test_two_rewards_of_one_name_are_refused(functions: str) -> None:
     with pytest.raises(ConfigError, match=r"rewards\[0\] and rewards\[1\] are both named 'exact_match'"):
         RewardRunner([RewardConfig(function="exact_match"), RewardConfig(function="exact_match")], workers=1, timeout_s=1)
+
+
+def test_signal_of_a_scheduler_to_all_processes_of_a_job_fails_no_reward(functions: str) -> None:
+    """But a program that a reward has started, and ends itself, ends."""
+    outcomes = score([RewardConfig(function=f"{functions}:by_command")], completions("told to end", "0.5", "program told to end"))
+    assert [(outcome.value, outcome.failure) for outcome in outcomes] == [(1.0, None), (0.5, None), (1.0, None)]
 
 
 def test_killing_a_hanging_call_also_kills_the_processes_that_it_started(functions: str, tmp_path: Path) -> None:
