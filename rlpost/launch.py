@@ -182,7 +182,7 @@ def plan_lines(config: RunConfig, settings: Any, gpu: str | None) -> tuple[list[
     from rlpost.jobs.needs import job_needs
     from rlpost.planner.plan import make_plan
 
-    nodes = job_needs(config, gpus_per_node=per_node, separate_roles=settings.separate_roles).nodes
+    nodes = job_needs(config, gpus_per_node=per_node, separate_roles=getattr(settings, "separate_roles", False)).nodes
     plan = make_plan(config, PlanOptions(nodes=nodes, gpus=per_node, gpu=gpu))
     step_s = plan.step.seconds + plan.step.checkpoint_s
     fits = "fits" if plan.fits else "DOES NOT FIT"

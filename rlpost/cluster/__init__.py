@@ -2,5 +2,7 @@
 
 session.py     connect to a cluster or start one here
 references.py  Ray's references in asyncio
-placement.py   one placement group for all parts of the run, checked before it is asked for
+layout.py      which node takes which bundle, role by role, and the table of it
+placement.py   one placement group for all parts of the run: refused, waited for, granted
+holders.py     who else holds the resources
 """

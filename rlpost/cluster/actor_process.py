@@ -1,17 +1,43 @@
-"""Each actor's output goes to a file of its own in the run directory, so that a user finds what a library printed."""
+"""An actor's process: it works in the driver's directory, and its output goes to a file of its own in the run directory.
+
+So relative paths of a configuration mean the same in every process, and a user finds what a library printed.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
-VARIABLE = "RLPOST_LOG_FILE"
+LOG_FILE = "RLPOST_LOG_FILE"
+DIRECTORY = "RLPOST_DIRECTORY"
 
 
-def redirect_output() -> None:
-    """In an actor: append stdout and stderr to the file that the driver named. Keeps Ray's own logs when it cannot be opened."""
-    name = os.environ.get(VARIABLE)
+def variables(log: Path) -> dict[str, str]:
+    """For the environment of an actor of this driver."""
+    return {LOG_FILE: str(log.absolute()), DIRECTORY: str(Path.cwd())}
+
+
+def settle() -> None:
+    """In an actor: output to its file, and into the driver's directory. What this node does not have is said, and left."""
+    _redirect_output()
+    directory = os.environ.get(DIRECTORY)
+    if not directory:
+        return
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        print(
+            f"rlpost: {socket.gethostname()} has not the driver's directory {directory} ({error.strerror}); "
+            "relative paths will not be found",
+            file=sys.stderr,
+        )
+
+
+def _redirect_output() -> None:
+    """Append stdout and stderr to the file that the driver named. Keeps Ray's own logs when it cannot be opened."""
+    name = os.environ.get(LOG_FILE)
     if not name:
         return
     try:

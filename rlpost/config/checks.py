@@ -308,6 +308,11 @@ def _placement(config: RunConfig, device: Device) -> Iterator[str]:
             yield f"placement.mode=colocated: {engine.count} engine(s) and {ranks} trainer rank(s) share GPUs; set engine.count={ranks}"
         if config.weights.backend == "nccl":
             yield "weights.backend=nccl with placement.mode=colocated: NCCL refuses two members on one GPU; set weights.backend=auto (gloo)"
+        if config.placement.engine_strategy == "spread":
+            yield (
+                "placement.engine_strategy=spread with placement.mode=colocated: engines stand where the trainer ranks are, which are "
+                "packed; set placement.engine_strategy=pack or placement.mode=split"
+            )
 
 
 def _devices(config: RunConfig, device: Device) -> Iterator[str]:

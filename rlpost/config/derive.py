@@ -24,12 +24,17 @@ SINGLE_TURN = "single_turn"
 OBSERVATION_ALLOWANCE_TOKENS = 64
 """Room for the environment's text between two turns in a derived max_model_len; more is set by engine.max_model_len."""
 
+ENGINE, COLOCATED = "engine", "colocated"
+"""Roles of bundles that hold an engine; a colocated one holds its trainer ranks too."""
+ROLE_LABEL = "rlpost-role"
+"""Ray label of a node: trainer, rollout or shared. A node without it is shared."""
+
 _DEVICE_FILES = Path("/dev")
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """One Ray placement bundle: what one part needs on one node."""
+    """One Ray placement bundle: what one part needs on one node. Bundles of one role are equal."""
 
     role: str
     index: int

@@ -412,7 +412,16 @@ class PlacementConfig:
     trainer_cpus: float = option(0.5, "CPUs that Ray reserves for a trainer rank.")
     engine_cpus: float = option(0.5, "CPUs that Ray reserves for an engine.")
     ray_address: str | None = option(None, "Ray cluster to join; null uses RAY_ADDRESS, else starts Ray here.")
-    timeout_s: float = option(120.0, "Deadline for the cluster to grant the placement.")
+    engine_strategy: str = option(
+        "pack",
+        "pack: engines on as few nodes as hold them; spread: evenly over all nodes with room. Trainer ranks are always packed.",
+        ("pack", "spread"),
+    )
+    timeout_s: float = option(120.0, "Deadline for the cluster to grant the placement, all of it at once.")
+    wait_for_nodes: bool = option(
+        False,
+        "Nodes may still come (an autoscaler, a job that starts): wait for them too, where a cluster that is too small is else refused.",
+    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -63,6 +63,10 @@ class NodeProbe:
         except OSError as error:
             problem = error.strerror or str(error)
         return checks.Seen(token, problem)
+
+    def without(self, directories: Sequence[str]) -> list[str]:
+        """Those that this node does not have."""
+        return [one for one in directories if not Path(one).is_dir()]
 
     def machine(self, needs: Needs, addresses: list[str], where: str) -> list[Finding]:
         """All checks of this machine; ``addresses`` are those of all nodes, this one's first."""
@@ -118,6 +122,12 @@ def _findings(needs: Needs, expected_gb_s: float | None, say: Say) -> Iterator[F
         seen, failed = gather({names[key]: probe.look.remote(str(file)) for key, probe in probes.items()}, "shared disk", ANSWER_TIMEOUT_S)
         yield from failed
         yield from (checks.check_shared(where, needs.directory, token, one) for where, one in seen.items())
+        missing, failed = gather(
+            {names[key]: probe.without.remote(needs.models) for key, probe in probes.items()}, "models", ANSWER_TIMEOUT_S
+        )
+        yield from failed
+        for where, one in missing.items():
+            yield from checks.check_models(where, needs.models, one)
         say("looking at every machine (disk speed, GPUs, limits) ...")
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["NodeID"] in names}
         # What the parts ask for is a matter of the whole cluster, not of one node.

@@ -96,6 +96,16 @@ def check_shared(where: str, directory: str, token: str, seen: Seen) -> Finding:
     )  # fmt: skip
 
 
+def check_models(where: str, models: Sequence[str], missing: Sequence[str]) -> Iterator[Finding]:
+    """Every node reads the models that the driver has; ``missing`` are those that this one does not find."""
+    if models:
+        yield Finding(
+            area="disk", name="models", status="failed" if missing else "ok", where=where,
+            found=f"not there: {', '.join(missing)}" if missing else ", ".join(models), expected="the driver's models at the same place",
+            fix="put the model (or RLPOST_CACHE, of embedded models) on a disk that all nodes mount at the same place" if missing else "",
+        )  # fmt: skip
+
+
 def missing_bundle(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -> Bundle | None:
     """The first bundle that finds no place beside those before it; None when all do."""
     return next((bundle for place, bundle in enumerate(bundles) if not fits(bundles[: place + 1], nodes)), None)
@@ -103,7 +113,7 @@ def missing_bundle(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]]) -
 
 def check_resources(bundles: Sequence[Bundle], nodes: Sequence[dict[str, Any]], available: Mapping[str, float]) -> Finding:
     """All parts of the run against the cluster: what it has, then what others leave of it (``available``)."""
-    expected = "room for all parts at once, on as few nodes as possible (one placement group, PACK)"
+    expected = "room for all parts at once (one placement group)"
     asked = {name: sum(one.resources.get(name, 0.0) for one in bundles) for name in ("CPU", "GPU")}
     has = {name: sum(node["Resources"].get(name, 0.0) for node in nodes if node.get("Alive", True)) for name in asked}
     values = {f"{kind}_{name.lower()}s": amount for kind, one in (("asked", asked), ("present", has)) for name, amount in one.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.config.derive import Bundle, Device, derive, needs_critic, resolve_device, resolve_reference
+from rlpost.config.inputs import other_models
 from rlpost.config.schema import RunConfig
 from rlpost.models.embedded import EMBEDDED_PREFIX, model_path
 from rlpost.planner.memory import adapter_parameters, checkpoint_line, find_recipe, load_line, total_bytes
@@ -32,6 +33,8 @@ class Needs:
     """CPU threads that compute at once: trainers and engines take turns, unless rollouts run ahead."""
     ray_address: str | None = None
     bundles: tuple[Bundle, ...] = ()
+    models: tuple[str, ...] = ()
+    """Directories of models that this machine has: every node reads them at the same place."""
 
 
 def needs_of(config: RunConfig | None) -> Needs:
@@ -52,7 +55,14 @@ def needs_of(config: RunConfig | None) -> Needs:
         threads=sum(by_phase) if config.schedule.max_staleness else max(by_phase),
         ray_address=config.placement.ray_address,
         bundles=derived.bundles,
+        models=_model_directories(config),
     )
+
+
+def _model_directories(config: RunConfig) -> tuple[str, ...]:
+    """Those of the configuration that are here; an embedded model is not before it is built, one of the hub has no directory."""
+    places = (Path(_local(path)).expanduser().absolute() for path in (config.model.path, *other_models(config).values()))
+    return tuple(dict.fromkeys(str(place) for place in places if place.is_dir()))
 
 
 def checkpoint_room(config: RunConfig) -> tuple[int | None, str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlpost.cluster import actor_logs
+from rlpost.cluster import actor_process
 from rlpost.cluster.placement import Gang
 from rlpost.cluster.session import KEEP_FREED_MEMORY
 from rlpost.config.derive import Derived
@@ -86,8 +86,7 @@ def engine_settings(config: RunConfig, derived: Derived, model_path: str, index:
 
 
 def _environment(run_dir: Path, name: str, variables: dict[str, str]) -> dict[str, Any]:
-    log = str((run_dir / "logs" / f"{name}.log").absolute())
-    return {"runtime_env": {"env_vars": {**variables, actor_logs.VARIABLE: log}}}
+    return {"runtime_env": {"env_vars": {**variables, **actor_process.variables(run_dir / "logs" / f"{name}.log")}}}
 
 
 def bundle_of(derived: Derived, role: str, index: int) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,18 @@ async def start(context: RunContext, stack: AsyncExitStack, stop: asyncio.Event)
     return run
 
 
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Loop]) -> Loop | None:
+    """What ``work`` gives; None when it is told to stop before its end, which cancels it."""
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
 async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
     """Start all parts, train, take them down; True when a signal stopped the run before its last step."""
     config, console = context.config, context.console
@@ -113,6 +126,8 @@ async def run_once(context: RunContext, checkpoint: Path | None) -> bool:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, request_stop, number)
         console.message(f"Ray on {where['where']}")
-        run = await start(context, stack, stop)
+        run = await unless(stop, start(context, stack, stop))
+        if run is None:  # the newest checkpoint is as good as what would be saved now
+            return True
         await run.run(checkpoint)
         return stop.is_set() and run.step < config.schedule.steps

@@ -45,9 +45,18 @@ class Starter:
         self.config, self.derived, self.gang, self.run_dir, self.stack = config, derived, gang, run_dir, stack
 
     @classmethod
-    async def reserve(cls, config: RunConfig, derived: Derived, run_dir: Path, stack: AsyncExitStack) -> Starter:
+    async def reserve(
+        cls, config: RunConfig, derived: Derived, run_dir: Path, stack: AsyncExitStack, say: Callable[[str], None]
+    ) -> Starter:
         """With everything that the run needs, or not at all."""
-        gang = await Gang.reserve(derived.bundles, config.placement.timeout_s)
+        placement = config.placement
+        gang = await Gang.reserve(
+            derived.bundles,
+            placement.timeout_s,
+            engine_strategy=placement.engine_strategy,
+            wait_for_nodes=placement.wait_for_nodes,
+            say=say,
+        )
         stack.callback(gang.release)
         return cls(config, derived, gang, run_dir, stack)
 
@@ -100,7 +109,7 @@ async def start_parts(
     config: RunConfig, derived: Derived, inputs: Inputs, run_dir: Path, stack: AsyncExitStack, say: Callable[[str], None]
 ) -> Parts:
     """Reserve the placement, start all actors together, connect them. What was started is taken down by ``stack``."""
-    starter = await Starter.reserve(config, derived, run_dir, stack)
+    starter = await Starter.reserve(config, derived, run_dir, stack, say)
     say(f"starting {derived.ranks} trainer rank(s) and {derived.engines} engine(s)")
     trainers = starter.group(
         "trainer", worker_settings(config, derived, inputs.model_path, reference_path=inputs.reference_path), range(derived.ranks)
@@ -177,7 +186,7 @@ async def start_offline_parts(
     config: RunConfig, derived: Derived, inputs: OfflineInputs, run_dir: Path, stack: AsyncExitStack, say: Callable[[str], None]
 ) -> OfflineParts:
     """The same without engines, rewards and weight sync."""
-    starter = await Starter.reserve(config, derived, run_dir, stack)
+    starter = await Starter.reserve(config, derived, run_dir, stack, say)
     say(f"starting {derived.ranks} trainer rank(s)")
     head: Head = "value" if inputs.algorithm.score_head else "logprob"
     settings = worker_settings(config, derived, inputs.model_path, head=head, reference_path=inputs.reference_path)

@@ -28,6 +28,9 @@ COMMAND_TIMEOUT_S = 120
 ANSWER_TIMEOUT = "10s"
 """For the first question, which finds out whether there is a cluster at all."""
 
+NODE_S = 900
+"""A cloud's machine and a large image take as long."""
+
 ASK_S = 3.0
 """Between two questions about a job that is followed; KubeRay itself looks at it as often."""
 
@@ -66,6 +69,11 @@ def _warnings(config: RunConfig, settings: KubeSettings, step_s: float | None) -
         yield (
             f"grace_s={settings.grace_s}, but a step and its checkpoint take {step_s:.0f} s: a run that is told to end may be killed "
             f"before it has saved; set grace_s={int(step_s) + 1} or more"
+        )
+    if settings.autoscales and config.placement.timeout_s < NODE_S:
+        yield (
+            f"placement.timeout_s={config.placement.timeout_s:g} is short for the autoscaler, whose nodes may take minutes to come; "
+            f"set placement.timeout_s={NODE_S} or more"
         )
     nodes = kube_needs(config, settings).nodes
     if settings.gang == "none" and nodes > 1:

@@ -17,13 +17,13 @@ from typing import Any
 
 import yaml
 
+from rlpost.config.derive import ROLE_LABEL
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.kube_settings import HEAD, KubeSettings, check_settings
 from rlpost.jobs.needs import ROLLOUT_GROUP, JobNeeds, NodeGroup, job_needs, overrides_in_job
 from rlpost.types import ConfigError
 
 GPU = "nvidia.com/gpu"
-ROLE_LABEL = "rlpost-role"
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_ELASTIC = "kueue.x-k8s.io/elastic-job"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
@@ -105,6 +105,8 @@ def _config_map(name: str, config_yaml: str, config: RunConfig, needs: JobNeeds,
         key, _, value = word.partition("=")
         section, _, field = key.rpartition(".")
         (changes.setdefault(section, {}) if section else changes)[field] = value
+    if settings.autoscales:
+        changes["placement"]["wait_for_nodes"] = True
     data = {RUN_FILE: config_yaml, JOB_FILE: yaml.safe_dump(changes, sort_keys=False)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(_config_map_name(name), name, settings), "data": data}
 

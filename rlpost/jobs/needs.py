@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlpost.config.derive import Bundle, Device, placement_bundles
+from rlpost.config.derive import COLOCATED, ENGINE, Bundle, Device, placement_bundles
 from rlpost.config.schema import RunConfig
 from rlpost.planner.quantities import require_at_least
 from rlpost.types import ConfigError
@@ -23,9 +23,6 @@ documentation asks for 2 + GPUs physical cores at least), and a trainer rank has
 
 HEAD_CPUS = 2
 """One for the driver, one for Ray's own processes on the head."""
-
-ENGINE, COLOCATED = "engine", "colocated"
-"""Roles of bundles (:func:`~rlpost.config.derive.placement_bundles`) that hold an engine."""
 
 TRAINER_GROUP, ROLLOUT_GROUP, SHARED_GROUP = "trainer", "rollout", "shared"
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,6 +111,15 @@ def build(name: str) -> Path:
 def local_model(path: str) -> str:
     """A model directory or hub name as it is; an ``embedded:`` model is built on first use."""
     return str(build(path.removeprefix(EMBEDDED_PREFIX))) if path.startswith(EMBEDDED_PREFIX) else path
+
+
+def check_here(path: str) -> None:
+    """Raise ConfigError when ``path`` (of :func:`local_model`) is a directory that this node does not have; a hub name is none."""
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"node {socket.gethostname()} has no model directory {Path(path).absolute()}, which the driver has; put it (or "
+            "RLPOST_CACHE, of embedded models) on a disk that all nodes mount at the same place, or name a model of the hub"
+        )
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.cluster.actor_logs import redirect_output
+from rlpost.cluster.actor_process import settle
+from rlpost.cluster.node_network import use_node_network
 from rlpost.cluster.session import KEEP_FREED_MEMORY
 from rlpost.types import (
     GenerateRequest,
@@ -139,8 +140,9 @@ class VllmEngine:
     """One engine. ``start`` first; errors cross the boundary as rlpost's own, never as vLLM's."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        redirect_output()
+        settle()
         os.environ.update(settings.environment())
+        use_node_network()
         self.settings = settings
         self.version = UNDEFINED_VERSION
         self.llm: Any = None
@@ -164,8 +166,10 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from rlpost.models.embedded import check_here
         from rlpost.rollout.in_actor import make_async_llm
 
+        check_here(self.settings.model_path)
         arguments = AsyncEngineArgs(**self.settings.arguments(), disable_log_stats=True)
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         self.llm = make_async_llm(config) if self.settings.in_actor else AsyncLLM.from_vllm_config(config, disable_log_stats=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import ray
 
-from rlpost.cluster.actor_logs import redirect_output
+from rlpost.cluster.actor_process import settle
+from rlpost.cluster.node_network import use_node_network
 from rlpost.cluster.references import result_of
 from rlpost.training.protocol import WorkerSettings
 from rlpost.types import InfrastructureError, RlpostError
@@ -16,12 +17,17 @@ from rlpost.types import InfrastructureError, RlpostError
 DEATH_NOTICE_S = 3.0
 """Ray tells of a dead actor within about two seconds."""
 
+DEADLINES = {"address": "schedule.start_timeout_s", "setup": "schedule.start_timeout_s", "weights": "weights.timeout_s"}
+"""Settings behind the deadlines of calls that have one of their own; all others have the group's."""
+GROUP_DEADLINE = "schedule.phase_timeout_s"
+
 
 class RankActor:
     """The Ray actor of one rank. It brings torch up in its own process, not in the driver's."""
 
     def __init__(self, rank: int, world: int, settings: WorkerSettings) -> None:
-        redirect_output()
+        settle()
+        use_node_network()
         from rlpost.training.worker import TrainerRank
 
         self.rank = TrainerRank(rank, world, settings)
@@ -63,7 +69,8 @@ class TrainerGroup:
     async def call_each(self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None) -> list[Any]:
         """Call ``method`` on every rank with its own arguments. Raises InfrastructureError when a rank fails or is late."""
         refs = [actor.call.remote(method, args) for actor, args in zip(self.actors, arguments, strict=True)]
-        return await self._wait_all(refs, method, timeout_s or self.timeout_s)
+        what = f"{method} {arguments[0][0]}" if method == "weights" else method
+        return await self._wait_all(refs, what, timeout_s or self.timeout_s)
 
     async def _wait(self, refs: list[Any], method: str, timeout_s: float) -> Any:
         return (await self._wait_all(refs, method, timeout_s))[0]
@@ -82,9 +89,8 @@ class TrainerGroup:
             late = [rank for rank, task in enumerate(waiting) if task in pending]
             for task in pending:
                 task.cancel()
-            raise InfrastructureError(
-                f"{self.role} ranks {late} did not finish {method} within {timeout_s:.0f} s (schedule.phase_timeout_s)"
-            )
+            setting = GROUP_DEADLINE if timeout_s == self.timeout_s else DEADLINES.get(method.split()[0], GROUP_DEADLINE)
+            raise InfrastructureError(f"{self.role} ranks {late} did not finish {method} within {timeout_s:.0f} s ({setting})")
         return [task.result() for task in waiting]
 
     async def _raise_failure(self, waiting: list[asyncio.Task[Any]], method: str) -> None:
@@ -101,7 +107,11 @@ class TrainerGroup:
             raise cause from error
         first_line = str(cause).strip().partition("\n")[0]
         what = "died" if dead else "failed"
-        raise InfrastructureError(f"{self.role} rank {rank} {what} in {method}: {type(cause).__name__}: {first_line}") from error
+        hint = ""
+        if not dead and "timed out" in first_line.lower():  # gloo does not say whom it waited for
+            others = [other for other in range(self.world) if other != rank]
+            hint = f"; it waited for ranks {others} ({GROUP_DEADLINE}): do they work, and does the network between their nodes?"
+        raise InfrastructureError(f"{self.role} rank {rank} {what} in {method}: {type(cause).__name__}: {first_line}{hint}") from error
 
     def kill(self) -> None:
         """End all ranks at once."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlpost.config.schema import TrainingConfig
+from rlpost.models.embedded import check_here
 from rlpost.training import attention
 from rlpost.training.head import load_with_head, one_label, train_head, values_of
 from rlpost.training.logprob import target_logprob
@@ -61,6 +62,7 @@ def load_policy(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
+    check_here(path)
     transformers_logging.disable_progress_bar()
     attention.register()
     implementation = attention.PADDED if attention_name == "padded" else "flash_attention_2"

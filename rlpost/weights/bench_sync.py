@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from rlpost.cluster import actor_logs, session
+from rlpost.cluster import actor_process, session
 from rlpost.cluster.placement import Gang
 from rlpost.config.derive import Bundle
 from rlpost.config.schema import TrainingConfig
@@ -124,9 +124,9 @@ async def _start_parts(
     stack.callback(gang.release)
 
     def options(index: int, name: str, variables: dict[str, str]) -> dict[str, Any]:
-        log = str(Path(settings.logs) / f"{name}.log")
+        log = Path(settings.logs) / f"{name}.log"
         share = {"num_cpus": cpus, **({"num_gpus": gpus} if gpus else {})}
-        return {**gang.options(index, **share), "runtime_env": {"env_vars": {**variables, actor_logs.VARIABLE: log}}}
+        return {**gang.options(index, **share), "runtime_env": {"env_vars": {**variables, **actor_process.variables(log)}}}
 
     variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if settings.device == "cpu":

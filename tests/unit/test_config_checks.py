@@ -182,6 +182,16 @@ GPU_REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"placement__mode": "colocated", "training__ranks": 1, "engine__count": 1, "weights__backend": "nccl"},
         "two members on one GPU",
     ),
+    (
+        "colocated engines that are spread",
+        {
+            "placement__mode": "colocated",
+            "training__ranks": 1,
+            "engine__count": 1,
+            "placement__engine_strategy": "spread",
+        },
+        "set placement.engine_strategy=pack",
+    ),
     ("flash in float32", {"training__attention": "flash", "model__dtype": "float32"}, "no float32 kernels"),
 ]
 

@@ -57,6 +57,12 @@ def test_a_package_that_differs_is_told_with_who_has_what() -> None:
     assert found["on all nodes"].found == "torch 2.13.0"
 
 
+def test_a_model_that_only_the_driver_has_is_named_with_the_node_that_lacks_it() -> None:
+    found = [*checks.check_models("one", ["/models/a"], []), *checks.check_models("two", ["/models/a"], ["/models/a"])]
+    assert failed(found).where == "two" and "/models/a" in failed(found).found
+    assert not list(checks.check_models("one", [], [])), "nothing is said of models on a hub"
+
+
 # ---- clocks ----------------------------------------------------------------------------------------------------------
 
 

@@ -173,6 +173,11 @@ def test_the_config_map_loads_as_the_run_that_joins_its_ray_and_resumes(tmp_path
     assert inside == loaded.config
 
 
+def test_a_run_waits_for_nodes_of_the_autoscaler_instead_of_calling_the_cluster_too_small() -> None:
+    changes = [yaml.safe_load(rendered(**values)[0]["data"]["job.yaml"])["placement"] for values in ({}, FULL)]
+    assert "wait_for_nodes" not in changes[0] and changes[1]["wait_for_nodes"] is True
+
+
 @pytest.mark.parametrize("values", [{}, FULL])
 def test_yaml_says_what_was_rendered(values: dict[str, Any]) -> None:
     manifests = rendered(**values)

@@ -137,6 +137,10 @@ def test_warnings_name_what_may_lose_work_and_nothing_else(tmp_path: Path) -> No
     (place,) = warnings(run_config("run_dir=/scratch/a"), WORDS, quiet, None)
     assert "run_dir=/scratch/a is not on the volume at /workspace" in place
     assert warnings(run_config("run_dir=/workspace/runs/a"), WORDS, quiet, None) == []
+    scaled = settings(gang="kueue", queue="team", separate_roles=True, rollout_min=1)
+    (short,) = warnings(run_config("placement.timeout_s=120"), WORDS, scaled, None)
+    assert "placement.timeout_s=120 is short for the autoscaler" in short
+    assert warnings(run_config("placement.timeout_s=900"), WORDS, scaled, None) == []
     data = tmp_path / "prompts.jsonl"
     data.touch()
     (local,) = warnings(run_config(f"data.train={data}"), WORDS, quiet, None)

@@ -21,8 +21,8 @@ from rlpost.types import ConfigError
 class Settings:
     """Of a scheduler that runs nothing."""
 
-    gpus_per_node: int = option(0, "GPUs.")  # noqa: RUF009
-    separate_roles: bool = option(False, "Apart.")  # noqa: RUF009
+    gpus_per_node: int = option(0, "GPUs.")
+    separate_roles: bool = option(False, "Apart.")
     queue: str | None = option(None, "Queue.")
 
 

@@ -30,7 +30,8 @@ ENTRY_POINTS = {"rewards.__main__", "models.__main__", "checkpoint.__main__"}
 """``python -m rlpost.PACKAGE``: entry points that live in their package."""
 
 PURE = [
-    "algorithms", "planner", "config", "types", "data", "jobs",
+    "algorithms", "planner", "config", "types", "data",
+    "jobs.needs", "jobs.slurm", "jobs.slurm_commands", "jobs.kuberay", "jobs.kube_commands", "jobs.manifest_checks", "jobs.packaging",
     "rollout.buffer", "rollout.router", "rollout.episode", "rollout.collector",
     "weights.buckets", "weights.fingerprint", "weights.delta", "weights.policy",
     "weights.sender", "weights.collective", "weights.ipc", "weights.disk",

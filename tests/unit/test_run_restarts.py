@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,32 +105,34 @@ def test_one_death_more_than_allowed_is_an_error(run: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_attempt_itself_remembers_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """The real attempt up to the start of its actors: there the signal comes, and then the failure."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_signal_while_parts_start_or_wait_for_room_ends_the_run_as_a_stopped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, fails: bool
+) -> None:
+    """The real attempt up to the start of its actors: there the signal comes, and then nothing more, or a failure."""
     run = Run(tmp_path)
     starts = 0
-    told = asyncio.Event()
+    taken_down = []
 
-    def warn(text: str) -> None:
-        run.warnings.append(text)
-        told.set()
-
-    async def start_parts(*_: Any) -> Any:
+    async def start_parts(config: Any, derived: Any, inputs: Any, run_dir: Any, stack: AsyncExitStack, say: Any) -> Any:
         nonlocal starts
         starts += 1
+        stack.callback(lambda: taken_down.append("what was started"))
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(told.wait(), 30)
-        if number == signal.SIGTERM:  # schedulers repeat it: the run must go on to save
+        if fails:
+            await asyncio.sleep(0)
+            raise InfrastructureError("engine-0 did not come up")
+        await asyncio.sleep(0.05)
+        if number == signal.SIGTERM:  # schedulers repeat it, and mean no more by it
             os.kill(os.getpid(), number)
-            await asyncio.sleep(0.05)
-        raise InfrastructureError("engine-0 did not come up")
+        await asyncio.sleep(1000)
 
     monkeypatch.setattr(driver.setup, "connect", lambda config: {"where": "nowhere"})
     monkeypatch.setattr(driver.setup, "close_session", lambda: None)
     monkeypatch.setattr(driver.setup, "start_parts", start_parts)
     run.save(4)
     context = run.context()
-    monkeypatch.setattr(context.console, "warning", warn)
+    monkeypatch.setattr(context.console, "warning", run.warnings.append)
     assert run_with_restarts(context, None) is True
-    assert starts == 1
-    assert "a second Ctrl-C ends at once" in run.warnings[0] and "engine-0 did not come up" in run.warnings[1]
+    assert starts == 1 and taken_down == ["what was started"]
+    assert "a second Ctrl-C ends at once" in run.warnings[0]
