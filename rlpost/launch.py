@@ -47,7 +47,7 @@ EXAMPLES = """examples:
   python -m rlpost.launch slurm config=grpo_qwen_multinode gpus_per_node=8 partition=gpu --dry-run     print the script, submit nothing
   python -m rlpost.launch slurm config=grpo_qwen_multinode job=my_cluster.yaml schedule.steps=500      settings of your cluster in a file
   python -m rlpost.launch kuberay config=grpo_qwen_multinode gpus_per_node=8 image=IMAGE volume_claim=CLAIM --out manifests
-  python -m rlpost.launch ray config=grpo_qwen address=http://HEAD:8265 output_dir=/shared/runs --follow
+  python -m rlpost.launch ray config=grpo_qwen address=http://HEAD:8265 gpus_per_node=8 output_dir=/shared/runs --follow
   python -m rlpost.launch slurm --stop 1234                                                            save, then end
 """
 
@@ -94,7 +94,9 @@ def make_parser(name: str | None) -> argparse.ArgumentParser:
         "words", nargs="*", metavar="WORD", help="slurm, kuberay or ray first; then setting=value and key=value, in any order"
     )
     parser.add_argument("--dry-run", action="store_true", help="print (with --out write) the job and submit nothing")
-    parser.add_argument("--out", metavar="DIR", help="directory for the job's files (default: OUTPUT_DIR/jobs/NAME-TIME)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory for the job's files (default: OUTPUT_DIR/jobs/NAME-TIME, or jobs/NAME-TIME here)"
+    )
     parser.add_argument("--follow", action="store_true", help="print the run's output until its end; the exit code is the run's")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--status", metavar="JOB", help="where a job stands")
@@ -203,7 +205,10 @@ def write(files: Mapping[str, str], directory: Path) -> list[Path]:
 
 
 def _own_directory(config: RunConfig) -> Path:
-    return Path(config.output_dir) / "jobs" / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Among the runs; here, where the nodes' disk is not mounted."""
+    output = Path(config.output_dir)
+    place = Path() if output.is_absolute() and not output.is_dir() else output
+    return place / "jobs" / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _for_nodes(config: RunConfig, settings: Any) -> RunConfig:

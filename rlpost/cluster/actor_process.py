@@ -29,8 +29,8 @@ def settle() -> None:
         os.chdir(directory)
     except OSError as error:
         print(
-            f"rlpost: {socket.gethostname()} has not the driver's directory {directory} ({error.strerror}); "
-            "relative paths will not be found",
+            f"rlpost: {socket.gethostname()} has not the driver's directory {directory} ({error.strerror}); relative paths begin in "
+            f"{Path.cwd()} here",
             file=sys.stderr,
         )
 

@@ -94,6 +94,12 @@ def test_job_is_written_and_submitted(scheduler: Scheduler, tmp_path: Path, caps
     assert capsys.readouterr().out.rstrip().endswith("job: job-7")
 
 
+def test_copy_of_a_job_whose_disk_is_not_mounted_here_stays_here(scheduler: Scheduler, tmp_path: Path, capsys: Any) -> None:
+    assert main(["slurm", "config=grpo_tiny", "output_dir=/not/mounted"]) == EXIT_OK
+    (path,) = scheduler.submitted
+    assert path.parent.parent == Path("jobs") and not Path("/not").exists()
+
+
 def test_out_with_a_dry_run_writes_without_submitting_and_overwrites_nothing(scheduler: Scheduler, tmp_path: Path, capsys: Any) -> None:
     words = ["slurm", "config=grpo_tiny", "--dry-run", "--out", str(tmp_path / "here")]
     assert main(words) == EXIT_OK and main(words) == EXIT_OK, "the same content again is fine"
