@@ -23,7 +23,7 @@ from rlpost.planner.hardware import Hardware
 from rlpost.planner.measured import MeasuredRun, read_run, run_config
 from rlpost.planner.options import PlanOptions
 from rlpost.planner.plan import plan_hardware
-from rlpost.planner.seconds import TRAINER_BYTES, link_seconds, process_rates
+from rlpost.planner.seconds import TRAINER_BYTES, link_work, process_rates
 from rlpost.types import ConfigError
 
 GROUPS = (
@@ -31,7 +31,7 @@ GROUPS = (
     (
         "forward_flops", "forward_layer_s", "train_flops", "train_layer_s", "attention_flops", "optimizer_bytes", "update_s", "collectives",
     ),
-    ("sync_read", "sync_collective", "sync_ipc", "sync_disk", "delta_scan", "delta_s", "sync_s"),
+    ("sync_read", "sync_collective", "sync_network", "sync_ipc", "sync_disk", "delta_scan", "delta_s", "sync_s"),
     ("checkpoint_bytes", "checkpoint_s"),
     ("wait_s", "wait_sample_s"),
     ("reward_sample_s",),
@@ -160,9 +160,8 @@ def read_sync_bench(path: Path, found: dict[str, Any], hardware: Hardware) -> li
 def _bench_run(source: str, row: dict[str, Any], found: dict[str, Any], hardware: Hardware) -> MeasuredRun:
     """One transport."""
     carrier, size, ranks, parameters = row["carrier"], float(row["bytes"]), int(found["ranks"]), float(found["parameters"])
-    nominal = link_seconds(hardware, carrier, size, ranks + int(found["engines"]))
     works = [
-        Work(phase="sync", coefficient=f"sync_{carrier}", amount=nominal, formula=f"{size / 1e9:.4g} GB"),
+        link_work(hardware, carrier, size, ranks + int(found["engines"]), f"{size / 1e9:.4g} GB"),
         Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"),
     ]
     if row["mode"] == "delta":

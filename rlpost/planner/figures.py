@@ -161,7 +161,7 @@ def _cost(sync: SyncPlan, name: str, coefficient: str, calibration: Calibration)
 
 def reached(sync: SyncPlan, carrier: str, calibration: Calibration) -> float | None:
     """Bytes a second of a full sync's transfer."""
-    transfer = _cost(sync, carrier, f"sync_{carrier}", calibration)
+    transfer = _cost(sync, carrier, f"sync_{carrier}", calibration) + _cost(sync, carrier, "sync_network", calibration)
     return sync.full_gb * 1e9 / transfer if transfer else None
 
 

@@ -244,13 +244,21 @@ def sync_parameters(job: Job) -> int:
     return trained_parameters(job.config, job.shape) if lora.rank and lora.sync == "adapter" else job.shape.parameters
 
 
-def link_seconds(hardware: Hardware, carrier: str, size: float, members: int) -> float:
-    """Nominal seconds of ``size`` bytes over a carrier; ``members`` of the collective link are trainer ranks and engines' GPUs."""
+def link_work(hardware: Hardware, carrier: str, size: float, members: int, formula: str) -> Work:
+    """``size`` bytes over a carrier; ``members`` of the collective link are trainer ranks and engines' GPUs.
+
+    A network between nodes has a coefficient of its own: what gloo or NVLink reach within a node says nothing of it. CPUs count as one
+    machine until their network is given.
+    """
     if carrier == "disk":
-        return size / hardware.disk_write_bytes_per_second + size / hardware.disk_read_bytes_per_second
-    if carrier == "ipc":
-        return size / hardware.accelerator.bytes_per_second
-    return size / hardware.bus_bytes_per_second(members)
+        seconds = size / hardware.disk_write_bytes_per_second + size / hardware.disk_read_bytes_per_second
+    elif carrier == "ipc":
+        seconds = size / hardware.accelerator.bytes_per_second
+    else:
+        seconds = size / hardware.bus_bytes_per_second(members)
+        several_nodes = members > hardware.gpus_per_node if hardware.device == "gpu" else "network_bytes_per_second" in hardware.given
+        carrier = "network" if several_nodes else carrier
+    return Work(phase="sync", coefficient=f"sync_{carrier}", amount=seconds, formula=formula)
 
 
 def sync_works(job: Job, carrier: str, *, delta: bool, changed: float) -> list[Work]:
@@ -272,8 +280,7 @@ def sync_works(job: Job, carrier: str, *, delta: bool, changed: float) -> list[W
         formula = f"{parameters:,} parameters x {TRAINER_BYTES} B / {job.derived.ranks} ranks"
         works.append(Work(phase="sync", coefficient="sync_read", amount=read, formula=formula))
     members = job.derived.ranks + job.derived.engines * job.config.engine.tensor_parallel
-    seconds = link_seconds(job.hardware, carrier, size, members)
-    works.append(Work(phase="sync", coefficient=f"sync_{carrier}", amount=seconds, formula=f"{what} = {size / 1e9:.4g} GB, {carrier}"))
+    works.append(link_work(job.hardware, carrier, size, members, f"{what} = {size / 1e9:.4g} GB, {carrier}"))
     works.append(Work(phase="sync", coefficient="sync_s", amount=1, formula="one sync"))
     return works
 

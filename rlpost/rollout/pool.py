@@ -105,10 +105,16 @@ class EnginePool:
                     f"engines died {self.restarts} times, more than engine.max_restarts={self.max_restarts}; "
                     f"last: {self.clients[index].lost}"
                 )
+            lost = self.clients[index].lost
             await self.clients[index].close()
             ray.kill(self.actors[index])
             self.actors[index] = self._spawn(index)
-            await self._started(index)
+            try:
+                await self._started(index)
+            except InfrastructureError as error:
+                dead = [str(node["NodeManagerAddress"]) for node in ray.nodes() if not node["Alive"]]
+                nodes = f"; nodes that Ray has given up: {', '.join(dead)}" if dead else ""
+                raise InfrastructureError(f"{error}; it was to replace one that was lost: {lost}{nodes}") from error
             self.clients[index] = EngineClient(self.settings[index].name, self.actors[index])
         if gone:
             await give_weights(gone)

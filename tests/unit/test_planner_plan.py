@@ -144,11 +144,20 @@ def test_a_slower_network_lengthens_the_sync_in_proportion() -> None:
     calibration = Calibration(device="gpu")
 
     def on_the_link(found: SyncPlan) -> float:
-        return work_seconds([work for work in found.works["collective"] if work.coefficient == "sync_collective"], calibration)
+        return work_seconds([work for work in found.works["collective"] if work.coefficient == "sync_network"], calibration)
 
     assert on_the_link(slow) == pytest.approx(10 * on_the_link(fast))
     assert slow.seconds["collective"] - fast.seconds["collective"] == pytest.approx(on_the_link(slow) - on_the_link(fast))
     assert fast.break_even_bytes_per_second == pytest.approx(slow.break_even_bytes_per_second)
+
+
+def test_a_network_is_no_faster_than_it_is_whatever_one_machine_has_measured() -> None:
+    words = ("model.path=embedded:tiny-sort5",)
+    alone, apart = (plan(*words, options=PlanOptions(hardware="cpu", net=net)).sync for net in (None, 0.001))
+    assert alone is not None and apart is not None
+    measured = Calibration(device="cpu").with_values({"sync_collective": 0.1}, "a run on one machine")
+    assert work_seconds(apart.works["collective"], measured) > apart.full_gb / 0.001
+    assert work_seconds(alone.works["collective"], measured) < work_seconds(alone.works["collective"], Calibration(device="cpu"))
 
 
 def test_adapters_alone_are_what_a_lora_sync_moves_and_no_delta_of_them() -> None:
