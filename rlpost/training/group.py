@@ -107,6 +107,8 @@ class TrainerGroup:
             raise cause from error
         first_line = str(cause).strip().partition("\n")[0]
         what = "died" if dead else "failed"
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            what = "died or is out of reach"
         hint = ""
         if not dead and "timed out" in first_line.lower():  # gloo does not say whom it waited for
             others = [other for other in range(self.world) if other != rank]
