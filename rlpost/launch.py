@@ -207,7 +207,7 @@ def write(files: Mapping[str, str], directory: Path) -> list[Path]:
 def _own_directory(config: RunConfig) -> Path:
     """Among the runs; here, where the nodes' disk is not mounted."""
     output = Path(config.output_dir)
-    place = Path() if output.is_absolute() and not output.is_dir() else output
+    place = output if output.absolute().parent.is_dir() else Path()
     return place / "jobs" / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

@@ -203,7 +203,7 @@ def stop(job: str, settings: KubeSettings) -> str:
     _call(settings, "patch", resource, "--type=merge", f"--patch={patch}")
     place = f" --namespace={settings.namespace}" if settings.namespace else ""
     return (
-        f"{job} is told to stop: a run in progress finishes its step, saves, and gives its nodes back, within the job's grace_s\n"
+        f"{job} is told to stop: a run in progress saves, and gives its nodes back, within the job's grace_s\n"
         f"to go on: kubectl patch {resource}{place} --type=merge --patch='{again}'\n"
         f"to remove it, once it is suspended (the volume keeps the run): kubectl delete{place} "
         f"{RESOURCES[found['kind']]},configmaps --selector={INSTANCE_LABEL}={job}"

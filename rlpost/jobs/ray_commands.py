@@ -242,7 +242,7 @@ def _print(text: str) -> None:
 
 
 def stop(job: str, settings: RaySettings) -> str:
-    """The run finishes its step, saves and ends with 75; what happens, as text."""
+    """The run saves and ends with 75; what happens, as text."""
     with _asking(settings):
         client = connect(settings)
         info = client.get_job_info(job)
@@ -251,7 +251,7 @@ def stop(job: str, settings: RaySettings) -> str:
         client.stop_job(job)
     wait = ((info.runtime_env or {}).get("env_vars") or {}).get(STOP_WAIT, "3")
     return (
-        f"job {job} is told to stop: it finishes its step, saves and ends, and is killed after {wait} s; "
+        f"job {job} is told to stop: it saves and ends, and is killed after {wait} s; "
         f"submitted again with the same job_name it resumes from {(info.metadata or {}).get(RUN_DIRECTORY, 'its run directory')}"
     )
 

@@ -10,7 +10,7 @@ _EVERYWHERE = "api_?key|access_?key|private_key|password|passwd|secret|credentia
 _VARIABLE = re.compile(rf"(?i)(^|_)(token|{_EVERYWHERE})$")
 _KEY = re.compile(rf"(?i)(^|_)((hf|auth|access|api|bearer)_token|{_EVERYWHERE})$")
 """In a configuration a plain ``token`` is text (eos_token), in an environment it is a secret."""
-_ASSIGNMENT = re.compile(r"\b(\w+)=[^\s$]")
+_ASSIGNMENT = re.compile(r"\b(\w+)=(?=[^\s$])")
 """``HF_TOKEN=abc``; what is read at run time (``HF_TOKEN=$(cat FILE)``) is none."""
 
 

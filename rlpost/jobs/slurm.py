@@ -20,7 +20,7 @@ from rlpost.types import ConfigError
 TEMPLATE = "slurm/job.sbatch"
 
 SIGNAL_RESERVE_S = 60
-"""Slurm looks at time limits every half minute, so the signal may come later than asked for; the script ends 45 s before the limit."""
+"""The script ends 45 s before the limit, to end Ray and to requeue. (The signal comes up to a minute earlier than asked for, not later.)"""
 
 _ROUNDING = 1e-6
 
@@ -30,7 +30,7 @@ def render(config: RunConfig, words: Sequence[str], settings: SlurmSettings) -> 
 
     Raises ConfigError as :func:`check` does.
     """
-    check(config, words, settings)
+    check(config, settings)
     needs = slurm_needs(config, settings)
     parts = {"header": _header(config, needs, settings), "settings": _settings(config, words, needs, settings)}
     text = template()
@@ -56,12 +56,12 @@ def template() -> str:
     return (shipped if shipped.is_file() else package.parent / "launch" / TEMPLATE).read_text()
 
 
-def check(config: RunConfig, words: Sequence[str], settings: SlurmSettings, *, step_s: float | None = None) -> list[str]:
+def check(config: RunConfig, settings: SlurmSettings, *, step_s: float | None = None) -> list[str]:
     """Warnings about a job that can run but may lose work. ``step_s``: seconds of a step and its checkpoint, where a plan knows them.
 
     Raises ConfigError for settings that cannot work, a job that does not hold the run, and as :func:`~rlpost.jobs.needs.job_needs` does.
     """
-    check_settings(settings, config, words)
+    check_settings(settings, config)
     needs = slurm_needs(config, settings)
     if settings.nodes is not None:
         _check_nodes(needs.groups[0], settings.nodes, settings)
@@ -71,13 +71,12 @@ def check(config: RunConfig, words: Sequence[str], settings: SlurmSettings, *, s
 def _warnings(config: RunConfig, settings: SlurmSettings, step_s: float | None) -> Iterator[str]:
     if settings.signal_s:
         time_left = settings.signal_s - SIGNAL_RESERVE_S
-        known = step_s is not None
-        need = step_s if step_s is not None else config.schedule.phase_timeout_s
-        if time_left < need:
-            what = "a step and its checkpoint take" if known else "a phase may take (schedule.phase_timeout_s)"
+        if time_left < (step_s or 1.0):
+            need = "a step and its checkpoint" if step_s is None else f"a step and its checkpoint, which take {step_s:.0f} s"
+            least = f"more than {SIGNAL_RESERVE_S} by as much" if step_s is None else f"{int(step_s) + SIGNAL_RESERVE_S + 1} or more"
             yield (
-                f"signal_s={settings.signal_s} leaves {max(time_left, 0)} s to save before the time limit, but {what} {need:.0f} s; "
-                f"set signal_s={int(need) + SIGNAL_RESERVE_S + 1} or more, or the job resumes from an older checkpoint"
+                f"signal_s={settings.signal_s} leaves {max(time_left, 0)} s before the time limit for {need}; set signal_s to {least}, "
+                "or the job resumes from an older checkpoint"
             )
     elif settings.requeue:
         yield "signal_s=0: at its time limit the job ends without saving, and is not started again"
@@ -146,10 +145,6 @@ def _job_name(config: RunConfig, settings: SlurmSettings) -> str:
     return settings.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", config.name)
 
 
-def _logs(settings: SlurmSettings) -> str:
-    return settings.log_directory or f"{settings.working_directory.rstrip('/')}/logs"
-
-
 def _header(config: RunConfig, needs: JobNeeds, settings: SlurmSettings) -> Iterator[str]:
     """The ``#SBATCH`` lines. What stands only in the first component of a heterogeneous job, Slurm takes for the others too."""
     yield f"#SBATCH --job-name={_job_name(config, settings)}"
@@ -181,8 +176,8 @@ def _job_lines(settings: SlurmSettings) -> Iterator[str]:
         yield f"#SBATCH --signal=B:TERM@{settings.signal_s}"
     yield f"#SBATCH --{'requeue' if settings.requeue else 'no-requeue'}"
     yield "#SBATCH --open-mode=append"
-    yield f"#SBATCH --chdir={settings.working_directory}"
-    yield f"#SBATCH --output={_logs(settings)}/%x-%j.log"
+    yield f"#SBATCH --chdir={settings.directory}"
+    yield f"#SBATCH --output={settings.logs}/%x-%j.log"
     if settings.export:
         yield f"#SBATCH --export={','.join(settings.export)}"
     yield from (f"#SBATCH {line}" for line in settings.extra)
@@ -191,12 +186,12 @@ def _job_lines(settings: SlurmSettings) -> Iterator[str]:
 def _settings(config: RunConfig, words: Sequence[str], needs: JobNeeds, settings: SlurmSettings) -> Iterator[str]:
     """Variables of the script, and the lines that prepare its shell."""
     groups = range(len(needs.groups))
-    yield from settings.environment
+    yield from settings.setup
     common = [*words, *overrides_in_job(config, needs.device)]
     yield _array("COMMAND", _quoted("python", "-m", "rlpost.train", *common), *_run_directory(config, settings))
     doctor = _quoted("python", "-m", "rlpost.doctor", "cluster", *common, f"output_dir={_output_directory(config, settings)}")
     yield _array("PREFLIGHT", *([doctor] if settings.preflight else []))
-    yield f"LOGS={shlex.quote(_logs(settings))}"
+    yield f"LOGS={shlex.quote(settings.logs)}"
     yield _array("GROUP_ROLES", *(group.role for group in needs.groups)) + " # one entry a component of a heterogeneous job"
     yield _array("GROUP_NODES", *(str(_node_count(group, settings)) for group in needs.groups))
     yield _array("GROUP_CPUS", *(str(_node_cpus(index, needs, settings)) for index in groups))
@@ -204,7 +199,7 @@ def _settings(config: RunConfig, words: Sequence[str], needs: JobNeeds, settings
     yield f"SHARED_NODES={int(not settings.exclusive)}"
     yield f"INTERFACE={settings.interface or ''}"
     yield f"JOIN_TIMEOUT_S={settings.join_timeout_s}"
-    yield f"MAX_REQUEUES={settings.max_requeues if settings.requeue else 0}"
+    yield f"MAX_REQUEUES={settings.max_requeues}"
     pyxis, inside = _container(config, needs, settings)
     yield _array("CONTAINER", _quoted(*pyxis)) + " # options of srun (Pyxis)"
     yield _array("INSIDE", _quoted(*inside)) + " # a command that runs another in a container (Apptainer)"
@@ -220,7 +215,7 @@ def _quoted(*words: str) -> str:
 
 def _output_directory(config: RunConfig, settings: SlurmSettings) -> str:
     """Where runs are made; relative paths begin in the working directory."""
-    return str(PurePosixPath(settings.working_directory, config.output_dir))
+    return str(PurePosixPath(settings.directory, config.output_dir))
 
 
 def _run_directory(config: RunConfig, settings: SlurmSettings) -> Iterator[str]:
@@ -233,13 +228,13 @@ def _container(config: RunConfig, needs: JobNeeds, settings: SlurmSettings) -> t
     """Options of srun, and the command around the program on a node. Directories that the job writes to are mounted."""
     if settings.container is None:
         return [], []
-    places = [settings.working_directory, _logs(settings), config.run_dir and str(PurePosixPath(config.run_dir).parent)]
+    places = [settings.directory, settings.logs, config.run_dir and str(PurePosixPath(config.run_dir).parent)]
     places.append(_output_directory(config, settings))
     own = [place for place in dict.fromkeys(places) if place]
     covered = [place for place in own if not any(place != other and PurePosixPath(place).is_relative_to(other) for other in own)]
     mounts = ",".join([*(f"{place}:{place}" for place in covered), *settings.container_mounts])
     if settings.container_runtime == "pyxis":
-        directory = f"--container-workdir={settings.working_directory}"
+        directory = f"--container-workdir={settings.directory}"
         return [f"--container-image={settings.container}", f"--container-mounts={mounts}", directory], []
     gpus = ["--nv"] if needs.device == "gpu" else []
-    return [], ["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", settings.working_directory, settings.container]
+    return [], ["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", settings.directory, settings.container]

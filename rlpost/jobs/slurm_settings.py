@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlpost.config.fields import Place, children, clean, joined
-from rlpost.config.schema import REQUIRED as MISSING
 from rlpost.config.schema import RunConfig, option
+from rlpost.jobs.secrets import assigned_secret, secret_keys
 from rlpost.types import ConfigError
 
 LATEST_SIGNAL_S = 65535
@@ -17,10 +18,6 @@ LATEST_SIGNAL_S = 65535
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = r"(?:token|api_?key|access_?key|private_key|password|passwd|secret|credentials?)"
-_SECRET_ASSIGNMENT = re.compile(rf"(?i)\b((?:\w*_)?{_SECRET})=[^\s$]")
-"""``HF_TOKEN=abc``; what is read at run time (``HF_TOKEN=$(cat FILE)``) is none."""
-_SECRET_WORD = re.compile(r"(?i)(?:^|[._])((?:hf|auth|access|api|bearer)_token|api_?key|access_?key|private_key|password|passwd|secret)=.")
 
 _OWN_OPTIONS = {
     "partition": "partition", "p": "partition", "account": "account", "A": "account", "qos": "qos", "q": "qos",
@@ -37,12 +34,14 @@ _TASK_OPTIONS = ("ntasks", "n", "ntasks-per-node", "ntasks-per-core", "ntasks-pe
 
 @dataclass
 class SlurmSettings:
-    """All optional but working_directory and gpus_per_node."""
+    """All optional but gpus_per_node."""
 
-    working_directory: str = option(
-        MISSING, "Directory that all nodes see, where the job starts; relative paths of the run's configuration begin there."
+    working_directory: str | None = option(
+        None,
+        "Directory that all nodes see, where the job starts; relative paths of the run's configuration begin there. Null is where "
+        "the job is submitted.",
     )
-    log_directory: str | None = option(None, "Directory for the logs, one a node; it must exist. Null is working_directory/logs.")
+    log_directory: str | None = option(None, "Directory for the logs, one a node; null is working_directory/logs.")
     job_name: str | None = option(None, "Name of the job; null is the run's name.")
     partition: str | None = option(None, "Partition; null is the cluster's default.")
     account: str | None = option(None, "Account that is charged.")
@@ -68,7 +67,7 @@ class SlurmSettings:
     requeue: bool = option(True, "Start a job again that was stopped, pre-empted or lost a node; it resumes.")
     max_requeues: int = option(50, "How often the job is started again after it has stopped and saved.")
     export: list[str] = option([], "Names of variables of this shell that the job gets, secrets too; values are never written.")
-    environment: list[str] = option([], "Lines of the script that prepare its shell: module load ..., source .../bin/activate.")
+    setup: list[str] = option([], "Lines of the script that prepare its shell: module load ..., source .../bin/activate.")
     container: str | None = option(None, "Container image that all but the batch script runs in.")
     container_runtime: str = option(
         "pyxis", "Who runs the container: srun's plugin (pyxis, with enroot), or apptainer.", ("pyxis", "apptainer")
@@ -78,6 +77,16 @@ class SlurmSettings:
     join_timeout_s: int = option(600, "Deadline for all nodes to have joined Ray.")
     preflight: bool = option(True, "Run `rlpost.doctor cluster` before the training; what it finds failed ends the job.")
     extra: list[str] = option([], "Further options of sbatch: --reservation=NAME ... (of the first component of a heterogeneous job).")
+
+    @property
+    def directory(self) -> str:
+        """Where the job starts."""
+        return self.working_directory or os.getcwd()
+
+    @property
+    def logs(self) -> str:
+        """The directory for the logs."""
+        return self.log_directory or f"{self.directory.rstrip('/')}/logs"
 
 
 def seconds_of(time_limit: str) -> int | None:
@@ -97,17 +106,14 @@ def seconds_of(time_limit: str) -> int | None:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-def check_settings(settings: SlurmSettings, config: RunConfig, words: Sequence[str]) -> None:
-    """Raise ConfigError with everything that is missing, has a wrong type, cannot work, or would write a secret down.
-
-    ``words`` are those of ``rlpost.train`` that made ``config``.
-    """
+def check_settings(settings: SlurmSettings, config: RunConfig) -> None:
+    """Raise ConfigError with everything that is missing, has a wrong type, cannot work, or would write a secret down."""
     problems: list[str] = []
     for child in children(SlurmSettings):
         clean(getattr(settings, child.key), child, Place(source="slurm"), problems)
     if not problems:
         problems += [*_missing(settings), *_times(settings), *_texts(settings), *_extras(settings), *_roles(settings)]
-        problems += [*_directories(settings, config), *_secrets(settings, words)]
+        problems += [*_directories(settings, config), *_secrets(settings, config)]
     if problems:
         raise ConfigError(joined(problems, lambda count: f"{count} problems in the settings of the job:"))
 
@@ -140,15 +146,13 @@ def _times(settings: SlurmSettings) -> Iterator[str]:
 
 def _directories(settings: SlurmSettings, config: RunConfig) -> Iterator[str]:
     """Nodes do not agree on where a relative path begins, and a requeued job must find its own run again."""
-    given = {"working_directory": settings.working_directory, "log_directory": settings.log_directory, "run_dir": config.run_dir}
+    given = {"working_directory": settings.directory, "log_directory": settings.log_directory, "run_dir": config.run_dir}
     if config.resume not in ("never", "auto"):
         given["resume"] = config.resume
     for name, path in given.items():
         if path is None:
             continue
-        if path == MISSING:
-            yield "working_directory is not given; expected a directory that all nodes see: set working_directory=/..."
-        elif not path.startswith("/"):
+        if not path.startswith("/"):
             yield f"{name} is {path!r}, expected an absolute path on a disk that all nodes see; set {name}=/..."
         elif "%" in path:
             yield f"{name} is {path!r}, but Slurm replaces what follows a % in a path; rename the directory"
@@ -159,7 +163,7 @@ def _texts(settings: SlurmSettings) -> Iterator[str]:
     if settings.job_name is not None and not _NAME.fullmatch(settings.job_name):
         yield f"job_name is {settings.job_name!r}, expected letters, digits, dots, dashes and underscores; rename it"
     single = ("partition", "account", "qos", "constraint", "rollout_partition", "rollout_constraint", "interface", "container")
-    values = {name: getattr(settings, name) for name in (*single, "working_directory", "log_directory")}
+    values = {name: getattr(settings, name) for name in (*single, "log_directory")} | {"working_directory": settings.directory}
     for name, value in values.items():
         if value is not None and (not value or any(character in value for character in "\n\"'\\") or " " in value):
             yield f"{name} is {value!r}, expected text without spaces, quotes and line ends; change {name}"
@@ -199,15 +203,13 @@ def _roles(settings: SlurmSettings) -> Iterator[str]:
             yield f"{name} is given, but trainers and engines share nodes; set separate_roles=true, or leave {name} out"
 
 
-def _secrets(settings: SlurmSettings, words: Sequence[str]) -> Iterator[str]:
+def _secrets(settings: SlurmSettings, config: RunConfig) -> Iterator[str]:
     """The script is stored by Slurm and read by whoever may see the job; names of secrets may stand in it, their values never."""
-    for line in [*settings.environment, *settings.extra]:
-        if match := _SECRET_ASSIGNMENT.search(line):
-            name = match[1]
+    for line in [*settings.setup, *settings.extra]:
+        if name := assigned_secret(line):
             yield f"a line of the script sets {name}, which reads like a secret; set it in your shell and give its name: export=[{name}]"
-    for word in words:
-        if match := _SECRET_WORD.search(word):
-            yield (
-                f"the run's {word.partition('=')[0]} reads like a secret, and would stand in the script; let the code read an environment "
-                "variable, and give its name: export=[NAME]"
-            )
+    for key in secret_keys(config):
+        yield (
+            f"the run's {key} reads like a secret, and would stand in the script; let the code read an environment variable, and give its "
+            "name: export=[NAME]"
+        )

@@ -5,7 +5,8 @@ test, and is stopped by its process id; a Slurm that runs here already is neithe
 
     python tests/cluster/slurm_host.py DIRECTORY        # prints the line that points sinfo, sbatch ... at it; Ctrl-C ends it
 
-Nodes are called n1, n2 ...; partition ``low`` (the default) is pre-empted by ``high`` and requeues what it pre-empts.
+Nodes are called n1, n2 ...; partition ``low`` (the default) is pre-empted by ``high`` and requeues what it pre-empts. Where there are
+network namespaces, each node can be a host of its own, with its own address and processes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from network_hosts import NetworkHosts
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -37,7 +40,7 @@ ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "
 
 CONFIGURATION = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller_address})
 SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -63,11 +66,13 @@ ReturnToService=2
 KillWait={kill_wait_s}
 SlurmdTimeout={node_timeout_s}
 MinJobAge=300
+# Jobs name ports and directories of the machine by their id; those of another Slurm here get others.
+FirstJobId={first_job}
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {controller_parameters}
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_port}-{last_port}] CPUs={cpus} RealMemory=4000
+{node_lines}
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} State=UP
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF State=UP
 """
@@ -114,22 +119,24 @@ def free_ports(count: int) -> int:
 
 
 class Slurm:
-    """A Slurm that runs; ``environment`` points Slurm's commands at it."""
+    """A Slurm that runs; ``environment`` points Slurm's commands at it. With ``hosts`` the controller is on host 0, node n1 too."""
 
-    def __init__(self, directory: Path, cluster: Cluster) -> None:
+    def __init__(self, directory: Path, cluster: Cluster, hosts: NetworkHosts | None = None) -> None:
         self.directory = directory
         self.cluster = cluster
+        self.hosts = hosts
         self.environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
         for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"]:
             del self.environment[name]  # of a job in which the tests run
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None) -> str:
-        """Output of one of Slurm's commands. Raises RuntimeError with what it said when it fails."""
+        """Output of one of Slurm's commands, or one that calls them. Raises RuntimeError with what it said when it fails."""
         variables = {**self.environment, **(environment or {})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        reaching = self._on_host(0, *command)
+        done = subprocess.run(reaching, env=variables, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {done.stderr.strip()}")
+            raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {(done.stdout + done.stderr).strip()}")
         return done.stdout
 
     def submit(self, script: str | Path, *options: str, environment: Mapping[str, str] | None = None) -> str:
@@ -192,13 +199,23 @@ class Slurm:
                 command, env=self.environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
+    def start_controller(self) -> None:
+        """Start slurmctld, with no jobs."""
+        self.start("slurmctld", *self._on_host(0, "slurmctld", "-D", "-i", "-f", str(self.directory / "slurm.conf")))
+
     def start_node(self, name: str) -> None:
-        """Start (again) the slurmd of a node."""
-        self.start(name, "slurmd", "-D", "-N", name, "-f", str(self.directory / "slurm.conf"))
+        """Start (again) the slurmd of a node. On a host of its own it sees no processes but the node's."""
+        # A shell is the node's init: it takes leave of processes whose parents have ended, which slurmd does not.
+        init = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", '"$@" & wait', "init"]
+        daemon = ("slurmd", "-D", "-N", name, "-f", str(self.directory / "slurm.conf"))
+        self.start(name, *self._on_host(int(name[1:]) - 1, *(init if self.hosts is not None else []), *daemon))
+
+    def _on_host(self, host: int, *command: str) -> Sequence[str]:
+        return command if self.hosts is None else self.hosts.command(host, *command)
 
     def lose_node(self, name: str) -> None:
         """The node is gone, with all that ran on it: its slurmd, the steps of its jobs and their processes get KILL."""
-        for pid in [self.daemons[name].pid, *self._step_processes(name)]:
+        for pid in [self.daemons[name].pid, *self.processes(name)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.daemons.pop(name).wait(STOP_TIMEOUT_S)
@@ -210,10 +227,11 @@ class Slurm:
             deadline = time.monotonic() + STOP_TIMEOUT_S + self.cluster.kill_wait_s
             while self.run("squeue", "--noheader").strip() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-        left = [pid for name in self.daemons for pid in self._step_processes(name)]
+        left = [pid for name in self.daemons for pid in self.processes(name)]
         for name in reversed(self.daemons):
             daemon = self.daemons[name]
-            daemon.terminate()
+            # unshare does not pass TERM on; with its end all processes of the node end.
+            (daemon.terminate if self.hosts is None else daemon.kill)()
             try:
                 daemon.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -224,7 +242,7 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
         self.daemons.clear()
 
-    def _step_processes(self, node: str) -> list[int]:
+    def processes(self, node: str) -> list[int]:
         """Processes of this Slurm's jobs on a node: all that were started with its configuration and the node's name."""
         own, found = f"SLURM_CONF={self.directory / 'slurm.conf'}".encode(), []
         for path in Path("/proc").glob("[0-9]*"):
@@ -236,20 +254,20 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def slurm_host(directory: Path, cluster: Cluster | None = None) -> Iterator[Slurm]:
-    """A Slurm whose nodes are all idle, in ``directory`` (made; keep its path short). Ask :func:`missing` first.
+def slurm_host(directory: Path, cluster: Cluster | None = None, hosts: NetworkHosts | None = None) -> Iterator[Slurm]:
+    """A Slurm whose nodes are all idle, in ``directory`` (made; keep its path short); with ``hosts`` each node is on one of its own.
 
-    Raises RuntimeError with the daemons' logs when it does not come up.
+    Ask :func:`missing` first. Raises RuntimeError with the daemons' logs when it does not come up.
     """
     cluster = cluster or Cluster()
     if len(str(directory / "munge.socket")) > SOCKET_PATH_LIMIT - 10:
         raise RuntimeError(f"{directory} is too long for munge's socket; use a directory with a shorter path")
     directory.mkdir(parents=True, exist_ok=True)
-    slurm = Slurm(directory, cluster)
-    _write_configuration(directory, cluster)
+    slurm = Slurm(directory, cluster, hosts)
+    _write_configuration(directory, cluster, hosts.addresses if hosts is not None else ["127.0.0.1"] * cluster.nodes)
     try:
         slurm.start("munged", *_munged(directory))
-        slurm.start("slurmctld", "slurmctld", "-D", "-i", "-f", str(directory / "slurm.conf"))
+        slurm.start_controller()
         names = [f"n{index + 1}" for index in range(cluster.nodes)]
         for name in names:
             slurm.start_node(name)
@@ -259,20 +277,27 @@ def slurm_host(directory: Path, cluster: Cluster | None = None) -> Iterator[Slur
         slurm.stop()
 
 
-def _write_configuration(directory: Path, cluster: Cluster) -> None:
-    """slurm.conf, the key of munge, and the directories that Slurm does not make."""
-    port = free_ports(cluster.nodes + 1)
+def _write_configuration(directory: Path, cluster: Cluster, addresses: Sequence[str]) -> None:
+    """slurm.conf, the key of munge, and the directories that Slurm does not make. ``addresses`` are the nodes'."""
+    port, host = free_ports(cluster.nodes + 1), socket.gethostname().split(".")[0]
+    nodes = [
+        f"NodeName=n{index + 1} NodeHostname={host} NodeAddr={address} Port={port + 1 + index} CPUs={cluster.cpus} RealMemory=4000"
+        for index, address in enumerate(addresses)
+    ]
     text = CONFIGURATION.format(
-        host=socket.gethostname().split(".")[0],
+        host=host,
         user=getpass.getuser(),
         directory=directory,
+        controller_address=addresses[0],
         controller_port=port,
-        first_port=port + 1,
-        last_port=port + cluster.nodes,
+        first_job=1000 + secrets.randbelow(1_000_000),
+        node_lines="\n".join(nodes),
         controller_parameters="SlurmctldParameters=preempt_send_user_signal" if cluster.signal_user else "",
         **asdict(cluster),
     )
     (directory / "slurm.conf").write_text(text)
+    # Control groups are not used; to look for those of the machine fails where a node has a view of its own.
+    (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (directory / "state").mkdir(exist_ok=True)
     for index in range(cluster.nodes):
         (directory / f"spool.n{index + 1}").mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rlpost.cluster.layout import ROLE_LABEL, refused_label
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.needs import ROLLOUT_GROUP, TRAINER_GROUP, job_needs
@@ -95,6 +96,11 @@ def test_the_template_is_what_the_multinode_config_gives() -> None:
     assert template() == rendered(signal_s=1800)
 
 
+def test_nodes_carry_the_label_that_placement_looks_for() -> None:
+    assert f"--labels={ROLE_LABEL}=" in template()
+    assert {refused_label("trainer"), refused_label("engine")} == {TRAINER_GROUP, ROLLOUT_GROUP}
+
+
 def test_slurm_reads_every_directive() -> None:
     """Slurm stops looking at the first line that is neither a comment nor empty."""
     for text in (rendered(), rendered(separate_roles=True)):
@@ -131,8 +137,8 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
     "requeue": ({"requeue": False}, "#SBATCH --no-requeue"),
     "max_requeues": ({"max_requeues": 3}, "\nMAX_REQUEUES=3\n"),
     "export": ({"export": ["HOME", "HF_TOKEN"]}, "#SBATCH --export=HOME,HF_TOKEN"),
-    "environment": (
-        {"environment": ["module load cuda/13", "source /venv/bin/activate"]},
+    "setup": (
+        {"setup": ["module load cuda/13", "source /venv/bin/activate"]},
         "module load cuda/13\nsource /venv/bin/activate\n",
     ),
     "container": (
@@ -198,13 +204,13 @@ def test_a_run_directory_of_the_user_stays() -> None:
 
 def test_no_value_of_a_secret_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
-    text = rendered(export=["HF_TOKEN"], environment=["export WANDB_API_KEY=$(cat ~/.wandb)"])
+    text = rendered(export=["HF_TOKEN"], setup=["export WANDB_API_KEY=$(cat ~/.wandb)"])
     assert "--export=HF_TOKEN" in text and "verysecret" not in text
 
 
 REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     ([], {"export": ["HF_TOKEN=hf_abc"]}, r"export has a value for HF_TOKEN.*give the name alone: export=\[HF_TOKEN\]"),
-    ([], {"environment": ["export HF_TOKEN=hf_abc"]}, r"sets HF_TOKEN.*export=\[HF_TOKEN\]"),
+    ([], {"setup": ["export HF_TOKEN=hf_abc"]}, r"sets HF_TOKEN.*export=\[HF_TOKEN\]"),
     ([], {"extra": ["--comment=API_KEY=abc"]}, r"sets API_KEY"),
     (["environment.options.api_key=abc"], {}, r"environment.options.api_key reads like a secret.*export=\[NAME\]"),
     ([], {"time_limit": "10", "signal_s": 600}, r"signal_s=600 is not before the end.*time_limit=10 \(600 s\).*lower signal_s"),
@@ -233,14 +239,13 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("words", "values", "message"), REFUSED)
 def test_what_cannot_work_is_refused_with_the_fix(words: list[str], values: dict[str, Any], message: str) -> None:
-    given = [*MULTINODE, *words]
     with pytest.raises(ConfigError, match=message):
-        check(config_of(given), given, settings_with(**values))
+        check(config_of([*MULTINODE, *words]), settings_with(**values))
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError, match=r"(?s)^2 problems in the settings.*time_limit.*job_name"):
-        check(config_of(MULTINODE), MULTINODE, settings_with(time_limit="x", job_name="a b"))
+        check(config_of(MULTINODE), settings_with(time_limit="x", job_name="a b"))
 
 
 @pytest.mark.parametrize(
@@ -253,27 +258,31 @@ def test_time_limits_are_read_as_sbatch_does(text: str, seconds: int | None) -> 
 
 def test_a_signal_too_late_for_a_step_is_warned_of() -> None:
     config = config_of([*MULTINODE, "checkpoint.every=5"])
-    late = check(config, MULTINODE, settings_with(signal_s=600), step_s=580)
-    assert len(late) == 1 and "leaves 540 s" in late[0] and "set signal_s=641 or more" in late[0]
-    assert check(config, MULTINODE, settings_with(signal_s=641), step_s=580) == []
-    assert "schedule.phase_timeout_s" in check(config, MULTINODE, settings_with(signal_s=600))[0]
+    late = check(config, settings_with(signal_s=600), step_s=580)
+    assert len(late) == 1 and "leaves 540 s" in late[0] and "take 580 s; set signal_s to 641 or more" in late[0]
+    assert check(config, settings_with(signal_s=641), step_s=580) == check(config, settings_with(signal_s=600)) == []
+    assert "leaves 0 s before the time limit for a step" in check(config, settings_with(signal_s=60))[0]
 
 
 def test_a_requeue_without_checkpoints_on_the_way_is_warned_of() -> None:
-    warned = check(config_of([*MULTINODE, "checkpoint.every=0"]), MULTINODE, settings_with(), step_s=1)
+    warned = check(config_of([*MULTINODE, "checkpoint.every=0"]), settings_with(), step_s=1)
     assert len(warned) == 1 and "checkpoint.every=0" in warned[0]
 
 
 # ---- ports -----------------------------------------------------------------------------------------------------------
 
 
-def ports_of(job: int, node: int = 0) -> set[int]:
-    """All ports that Ray is given on one node of a job, as the script's own functions find them."""
+NOTHING_LISTENS = "awk() { :; }"
+"""In place of the program that reads which ports are in use."""
+
+
+def ports_of(job: int, node: int = 0, before: str = "") -> set[int]:
+    """All ports that Ray is given on one node of a job, as the script's own functions find them; ``before`` are lines of shell."""
     functions = [re.search(rf"(?ms)^{name}\(\) \{{.*?^\}}", template()) for name in ("port_block", "port_options")]
     constants = re.search(r"(?m)^readonly (PORT_FIRST=\S+ PORT_LAST=\S+ PORT_BLOCK=\S+)", template())
     assert constants and all(functions)
     body = "\n".join(found[0] for found in functions if found)
-    script = f'{constants[1]}\n{body}\nfirst=$(port_block {node})\necho "--port=$first $(port_options "$first")"'
+    script = f'{constants[1]}\n{before}\n{body}\nfirst=$(port_block {node})\necho "--port=$first $(port_options "$first")"'
     output = subprocess.run(
         ["bash", "-euc", script], env={**os.environ, "SLURM_JOB_ID": str(job)}, capture_output=True, text=True, check=True
     )
@@ -285,7 +294,7 @@ def ports_of(job: int, node: int = 0) -> set[int]:
 
 
 def test_rays_of_jobs_and_nodes_that_share_a_host_get_different_ports() -> None:
-    blocks = [ports_of(job, node) for job in (4100, 4101, 4177) for node in (0, 1)]
+    blocks = [ports_of(job, node, NOTHING_LISTENS) for job in (4100, 4101, 4177) for node in (0, 1)]
     assert len(set.union(*blocks)) == sum(len(block) for block in blocks)
     assert min(min(block) for block in blocks) >= 10000 and max(max(block) for block in blocks) <= 32767
 
@@ -303,13 +312,23 @@ def test_a_block_with_a_port_in_use_is_left_to_who_uses_it() -> None:
 STAND_INS = {
     "srun": 'while [[ $1 != bash ]]; do shift; done; exec "$@"',
     "squeue": 'if [[ "$*" == *%T* ]]; then cat "$PLACE/state"; else echo N/A; fi; echo "$*" >>"$PLACE/asked"',
-    "scontrol": 'case $* in *hostnames*) echo n1 ;; *node*) echo NodeAddr=127.0.0.1 ;; *) echo "$*" >>"$PLACE/scontrol" ;; esac',
+    "scontrol": """
+        case $* in
+            *hostnames*) echo n1 ;;
+            *"show node"*) echo NodeAddr=127.0.0.1 ;;
+            *"show job"*) echo "JobId=7 Requeue=${REQUEUE:-1} Restarts=0" ;;
+            *) echo "$*" >>"$PLACE/scontrol" ;;
+        esac""",
     "scancel": "true",
     "ray": 'echo "$*" >>"$PLACE/ray"; while [[ $1 != -- ]]; do shift; done; shift; "$@"',
     # WAIT_FOR_NODES, the doctor, or the training: until it gets TERM, or for as long as $CODE says nothing.
     "python": """
-        case $2 in rlpost.train) ;; rlpost.doctor) exit "${DOCTOR:-0}" ;; *) exit 0 ;; esac
-        trap 'echo TERM >>"$PLACE/signals"; code=75' TERM
+        case $2 in
+            rlpost.train) ;;
+            rlpost.doctor) if [[ ${DOCTOR:-0} != slow ]]; then exit "${DOCTOR:-0}"; fi; echo started >>"$PLACE/doctor"; exec sleep 60 ;;
+            *) exit 0 ;;
+        esac
+        trap 'echo TERM >>"$PLACE/signals"; code=${STOPPED:-75}' TERM
         code=${CODE:-}
         echo started >>"$PLACE/started"
         until [[ -n $code ]]; do sleep 0.1; done
@@ -357,9 +376,9 @@ class Job:
             assert time.monotonic() < deadline and self.process.poll() is None, f"nothing in {name}"
             time.sleep(0.02)
 
-    def stop(self) -> None:
-        """TERM to the batch script alone, when the driver runs."""
-        self.wait_until("started")
+    def stop(self, when: str = "started") -> None:
+        """TERM to the batch script alone, when a stand-in has written something down: ``started``, when the driver runs."""
+        self.wait_until(when)
         self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> tuple[int, str]:
@@ -407,7 +426,25 @@ def test_a_job_is_not_requeued_for_ever(tmp_path: Path) -> None:
     job.stop()
     code, output = job.end()
     assert code == 75 and "MAX_REQUEUES" in output
+    assert f"to go on, submit it again with run_dir={tmp_path}/runs/grpo_tiny-7" in output
     assert job.told("scontrol") == []
+
+
+@pytest.mark.parametrize("variables", [{"REQUEUE": "0"}, {"STOPPED": "2"}])
+def test_what_is_stopped_for_good_or_is_the_users_error_is_not_requeued(tmp_path: Path, variables: dict[str, str]) -> None:
+    job = Job(tmp_path, variables)
+    job.stop()
+    code, output = job.end()
+    assert (code, job.told("signals")) == (int(variables.get("STOPPED", 75)), ["TERM"]), output
+    assert job.told("scontrol") == []
+
+
+def test_a_job_that_is_told_to_stop_during_the_preflight_does_not_wait_for_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, {"DOCTOR": "slow"})
+    job.stop("doctor")
+    code, output = job.end()
+    assert code == 75 and "told to stop before the training" in output and "the preflight failed" not in output
+    assert job.told("started") == [] and job.told("scontrol") == ["requeue 7"]
 
 
 def test_a_failed_preflight_ends_the_job_before_the_training(tmp_path: Path) -> None:
@@ -424,10 +461,21 @@ def test_an_allocation_of_another_size_is_refused(tmp_path: Path) -> None:
     assert job.told("ray") == []
 
 
-def test_whoever_has_a_token_makes_ray_use_it_on_every_node(tmp_path: Path) -> None:
-    """Ray's head takes a token that it finds by itself; nodes that join do not."""
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("abc")
-    job = Job(tmp_path, {"CODE": "0"}, environment=['trap \'echo "${RAY_AUTH_MODE:-none}" >"$PLACE/mode"\' EXIT'])
+SHOW_TOKEN = ['trap \'echo "$RAY_AUTH_MODE ${RAY_AUTH_TOKEN:-none}" >"$PLACE/token"\' EXIT']
+
+
+def test_every_job_has_a_token_of_its_own_for_its_ray(tmp_path: Path) -> None:
+    """Nodes that join need the head's; Ray would look for it in each node's home directory."""
+    tokens = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        job = Job(tmp_path / name, {"CODE": "0"}, setup=SHOW_TOKEN)
+        assert job.end()[0] == 0
+        tokens += job.told("token")
+    assert all(re.fullmatch("token [0-9a-f]{64}", token) for token in tokens) and len(set(tokens)) == 2
+
+
+def test_a_token_of_the_user_is_used(tmp_path: Path) -> None:
+    job = Job(tmp_path, {"CODE": "0", "RAY_AUTH_TOKEN": "mine"}, setup=SHOW_TOKEN)
     assert job.end()[0] == 0
-    assert job.told("mode") == ["token"]
+    assert job.told("token") == ["token mine"]
