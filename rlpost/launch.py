@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("the job goes on", file=sys.stderr)
+        print("interrupted; a job that was submitted goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -160,14 +160,15 @@ def launch(commands: Commands, settings: Any, words: Sequence[str], gpu: str | N
             print(f"---- {file}" if len(files) > 1 else "", text.rstrip(), "", sep="\n")
     for line in [*lines, *(f"warning: {one}" for one in [*found, *more, *commands.warnings(config, words, settings, step_s)])]:
         print(line, flush=True)
-    if parsed.dry_run:
-        with tempfile.TemporaryDirectory() as directory:
-            answer = commands.ask(write(files, Path(parsed.out or directory)), settings)
-        print(*([answer] if answer else []), "dry run: everything checked, nothing submitted", sep="\n")
-        return EXIT_OK
-    paths = write(files, Path(parsed.out) if parsed.out else _own_directory(config))
-    for path in paths:
-        print(f"written: {path}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        kept = parsed.out or not parsed.dry_run
+        paths = write(files, Path(parsed.out or (directory if parsed.dry_run else _own_directory(config))))
+        for path in paths if kept else []:
+            print(f"written: {path}", flush=True)
+        if parsed.dry_run:
+            answer = commands.ask(paths, settings)
+            print(*([answer] if answer else []), "dry run: everything checked, nothing submitted", sep="\n")
+            return EXIT_OK
     job = commands.submit(paths, config, settings, lambda line: print(line, flush=True))
     print(f"job: {job}", flush=True)
     return commands.logs(job, settings, True) if parsed.follow else EXIT_OK
@@ -184,7 +185,10 @@ def plan_lines(config: RunConfig, settings: Any, gpu: str | None) -> tuple[list[
     from rlpost.jobs.needs import job_needs
     from rlpost.planner.plan import make_plan
 
-    nodes = job_needs(config, gpus_per_node=per_node, separate_roles=getattr(settings, "separate_roles", False)).nodes
+    if getattr(settings, "rollout_gpus_per_node", None) not in (None, per_node):
+        return ["plan: none is made for nodes of two sizes; python -m rlpost.plan takes nodes=, gpus= and gpu= of one"], None
+    needed = job_needs(config, gpus_per_node=per_node, separate_roles=getattr(settings, "separate_roles", False)).nodes
+    nodes = getattr(settings, "nodes", None) or needed
     plan = make_plan(config, PlanOptions(nodes=nodes, gpus=per_node, gpu=gpu))
     step_s = plan.step.seconds + plan.step.checkpoint_s
     fits = "fits" if plan.fits else "DOES NOT FIT"
@@ -193,14 +197,19 @@ def plan_lines(config: RunConfig, settings: Any, gpu: str | None) -> tuple[list[
 
 
 def write(files: Mapping[str, str], directory: Path) -> list[Path]:
-    """The files in ``directory``. Raises ConfigError when one is there already with another content."""
+    """The files in ``directory``. Raises ConfigError when one is there already with another content, or cannot be written."""
     paths = [directory / file for file in files]
-    for path, text in zip(paths, files.values(), strict=True):
-        if path.exists() and path.read_text() != text:
-            raise ConfigError(f"{path} exists already and differs; move it away, or name another directory with --out")
-    directory.mkdir(parents=True, exist_ok=True)
-    for path, text in zip(paths, files.values(), strict=True):
-        path.write_text(text)
+    try:
+        for path, text in zip(paths, files.values(), strict=True):
+            if path.exists() and path.read_text() != text:
+                raise ConfigError(f"{path} exists already and differs; move it away, or name another directory with --out")
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, files.values(), strict=True):
+            path.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"the job's files cannot be written to {directory}: {error.strerror}; name another directory with --out"
+        ) from error
     return paths
 
 

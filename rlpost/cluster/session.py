@@ -50,6 +50,11 @@ def connect(address: str | None) -> dict[str, Any]:
     try:
         _probe(address)
         ray.init(address=address, **common)
+    except (RuntimeError, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            f"the Ray cluster at {address!r} does not take this driver: {error}; use the same versions of Python and Ray here as there, "
+            "and RAY_AUTH_MODE=token with the head's token where it has one"
+        ) from error
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray cluster answers at {address!r} (placement.ray_address or RAY_ADDRESS): {error}; start one there with "

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,9 +99,12 @@ def cluster_findings(needs: Needs, address: str | None, expected_gb_s: float | N
                 "(~/.ray/auth_token), export RAY_AUTH_MODE=token here and on every node, with the same token",
             )
         ]  # fmt: skip
+    # After Ray's start, which puts in a handler of its own: what was written and started goes when this is told to end, too.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return list(_findings(needs, expected_gb_s, say))
     finally:
+        signal.signal(signal.SIGTERM, before)
         session.disconnect()
 
 

@@ -49,7 +49,8 @@ def needs_of(config: RunConfig | None) -> Needs:
     return Needs(
         device=device,
         engines=derived.engines > 0,
-        directory=str(Path(config.run_dir or config.output_dir).absolute()),
+        # Not in the run's own directory: a new run must find it empty.
+        directory=str(Path(config.run_dir).absolute().parent if config.run_dir else Path(config.output_dir).absolute()),
         disk_bytes=size,
         disk_formula=formula,
         threads=sum(by_phase) if config.schedule.max_staleness else max(by_phase),

@@ -79,11 +79,14 @@ class Loop(ABC):
         """Whether there is another step to do."""
         return self.step < self.config.schedule.steps and not self.stop.is_set()
 
-    async def save(self, at_stop: bool = False) -> None:
-        """Save every ``checkpoint.every`` steps and after the last one; ``at_stop``: what a signal interrupted, if not saved yet."""
+    async def save(self) -> None:
+        """Save every ``checkpoint.every`` steps, after the last one, and when told to stop; once a step.
+
+        Told to stop, at once after the update: a sync and an evaluation may take longer than there is time.
+        """
         settings = self.config.checkpoint
         last = self.step == self.config.schedule.steps and settings.at_end
-        due = self.stop.is_set() if at_stop else (last or (settings.every and self.step % settings.every == 0))
+        due = last or self.stop.is_set() or (settings.every and self.step % settings.every == 0)
         if not due or self.saved == self.step:
             return
         with self.clock.phase("checkpoint"):

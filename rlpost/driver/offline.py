@@ -70,7 +70,7 @@ class OfflineRun(Loop):
             await self.save()
             await self.evaluate()
             self.report()
-        await self.save(at_stop=True)
+        await self.save()
 
     # ---- reference logprobs ----------------------------------------------------------------------------------------
 

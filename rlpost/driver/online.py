@@ -23,7 +23,7 @@ from rlpost.observe import RolloutWriter, summarise_rollouts
 from rlpost.observe.rollouts import prompt_text
 from rlpost.rollout.buffer import StalenessBuffer
 from rlpost.rollout.collector import Collector
-from rlpost.types import Group, SyncReport
+from rlpost.types import Group, InfrastructureError, SyncReport
 
 SYNC_MODES = {"full": 0, "trained": 1, "delta": 2, "adapter": 3}
 """The numbers of ``sync/mode``."""
@@ -96,7 +96,7 @@ class OnlineRun(Loop):
             await self.evaluate()
             self.buffer.version = self.step
             self.write(groups)
-        await self.save(at_stop=True)
+        await self.save()
 
     async def next_batch(self) -> list[Group] | None:
         """The next groups, at most ``max_staleness`` versions old. An engine that is lost meanwhile is replaced.
@@ -115,7 +115,12 @@ class OnlineRun(Loop):
         scoring = max(0.0, time.perf_counter() - self.collector.generated_at)
         self.clock.attribute("generate", "reward", min(scoring, self.clock.seconds_in("generate")))
         if self.colocated:
-            await self.parts.engines.call("sleep", timeout_s=self.config.weights.timeout_s)
+            try:
+                await self.parts.engines.call("sleep", timeout_s=self.config.weights.timeout_s)
+            except InfrastructureError:
+                if groups is not None:
+                    raise
+                # Told to stop: an engine that is lost holds no memory, and nothing more is asked of it.
             await self.trainers.call("onload")
         return groups
 

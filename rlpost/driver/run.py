@@ -56,7 +56,9 @@ def run_with_restarts(context: RunContext, checkpoint: Path | None) -> bool:
         except InfrastructureError as error:
             newest, _ = find_newest(context.run_dir)
             if newest is not None and context.stop_requested.is_set():
-                context.console.warning(f"{error}; a signal had asked to stop, so the run ends here, saved as {newest.name}")
+                context.console.warning(
+                    f"{error}; a signal had asked to stop, so the run ends here; its newest checkpoint is {newest.name}"
+                )
                 return True
             if newest is None or restarts >= context.config.checkpoint.max_restarts:
                 raise

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rlpost.config.derive import Bundle
+from rlpost.config.schema import RunConfig
 from rlpost.diagnosis import cluster, links
 from rlpost.diagnosis import cluster_checks as checks
 from rlpost.diagnosis.cluster_checks import Seen
-from rlpost.diagnosis.needs import Needs
+from rlpost.diagnosis.needs import Needs, needs_of
 from rlpost.diagnosis.report import Finding
 from rlpost.types import ConfigError
 
@@ -61,6 +62,21 @@ def test_a_model_that_only_the_driver_has_is_named_with_the_node_that_lacks_it()
     found = [*checks.check_models("one", ["/models/a"], []), *checks.check_models("two", ["/models/a"], ["/models/a"])]
     assert failed(found).where == "two" and "/models/a" in failed(found).found
     assert not list(checks.check_models("one", [], [])), "nothing is said of models on a hub"
+
+
+def test_cluster_of_another_version_refuses_the_driver_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with Ray: 2.59.0")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with pytest.raises(ConfigError, match=r"'auto' does not take this driver: Version mismatch.*same versions of Python and Ray"):
+        cluster.session.connect("auto")
+
+
+def test_doctor_writes_nothing_into_the_directory_that_a_new_run_must_find_empty() -> None:
+    config = RunConfig()
+    config.model.path, config.run_dir = "embedded:tiny-sort5", "/shared/runs/mine"
+    assert needs_of(config).directory == "/shared/runs"
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------

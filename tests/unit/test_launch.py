@@ -121,6 +121,7 @@ def test_out_with_a_dry_run_writes_without_submitting_and_overwrites_nothing(sch
         (["config=grpo_tiny", "slurm"], "the first word is 'config=grpo_tiny'"),
         (["slurm", "--status", "3", "config=grpo_tiny"], "of no use here"),
         (["slurm", "config=grpo_tiny", "job=missing.yaml"], "missing.yaml"),
+        (["slurm", "config=grpo_tiny", "--out", "/dev/null/jobs"], "cannot be written to /dev/null/jobs"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(

@@ -144,17 +144,19 @@ def test_a_resume_with_another_number_of_rows_or_algorithm_is_refused(tmp_path: 
         Stage(tmp_path, schedule__steps=7, schedule__prompts_per_step=3).play(checkpoint)
 
 
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_before_anything_that_takes_long(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, evaluation__every=1)
     update = stage.run.trainers.call_each
 
     async def interrupted(method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        stage.run.stop.set()
+        if method == "update":
+            stage.run.stop.set()
         return await update(method, arguments)
 
     stage.run.trainers.call_each = interrupted  # type: ignore[method-assign, assignment]
     stage.play()
     assert stage.rows_of("update") == stage.rows_of("update")[:1]
+    assert [method for _, method, _ in stage.calls][-3:] == ["update", "save", "measure"]
     assert checkpoints.find_newest(tmp_path) == (checkpoints.checkpoint_root(tmp_path) / "step_000001", [])
     assert [record["step"] for record in read_metrics(tmp_path)] == [1]
 
