@@ -219,6 +219,7 @@ def test_rollout_nodes_may_come_later_and_engines_move_to_the_one_that_replaces_
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_two_jobs_that_need_two_thirds_of_the_cluster_one_runs_and_the_other_waits_or_fails_as_told(
     three: RayNodes, command: Command
 ) -> None:

@@ -158,7 +158,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_before_anything_
     assert stage.rows_of("update") == stage.rows_of("update")[:1]
     assert [method for _, method, _ in stage.calls][-3:] == ["update", "save", "measure"]
     assert checkpoints.find_newest(tmp_path) == (checkpoints.checkpoint_root(tmp_path) / "step_000001", [])
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
 
 
 # ---- the reference -------------------------------------------------------------------------------------------------
