@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rlpost.config.checks import check
+from rlpost.config.inputs import out_of_reach
 from rlpost.config.load import load_config
 from rlpost.config.options import option_help, split_options
 from rlpost.config.schema import RunConfig
@@ -151,8 +152,9 @@ def launch(commands: Commands, settings: Any, words: Sequence[str], gpu: str | N
     from rlpost.driver.preflight import preflight
 
     config = _for_nodes(load_config(words).config, settings)
-    found = check(config)
-    _, more = preflight(config)
+    elsewhere: Sequence[str] = getattr(settings, "elsewhere", ())
+    found = check(config, elsewhere)
+    _, more = preflight(config, elsewhere)
     files = commands.files(config, words, settings)
     lines, step_s = plan_lines(config, settings, gpu)
     if parsed.dry_run and parsed.out is None:
@@ -185,6 +187,8 @@ def plan_lines(config: RunConfig, settings: Any, gpu: str | None) -> tuple[list[
     from rlpost.jobs.needs import job_needs
     from rlpost.planner.plan import make_plan
 
+    if "model.path" in out_of_reach(config, getattr(settings, "elsewhere", ())):
+        return ["plan: none, model.path is not here"], None
     if getattr(settings, "rollout_gpus_per_node", None) not in (None, per_node):
         return ["plan: none is made for nodes of two sizes; python -m rlpost.plan takes nodes=, gpus= and gpu= of one"], None
     needed = job_needs(config, gpus_per_node=per_node, separate_roles=getattr(settings, "separate_roles", False)).nodes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -27,7 +27,7 @@ from rlpost.config.derive import (
     reward_name,
 )
 from rlpost.config.fields import joined
-from rlpost.config.inputs import check_inputs, warn_inputs
+from rlpost.config.inputs import check_inputs, out_of_reach, warn_inputs
 from rlpost.config.schema import RunConfig
 from rlpost.types import ConfigError
 
@@ -106,18 +106,24 @@ ENGINE_OWNED = {
 """vLLM arguments that rlpost sets, and the key that rules each; None is fixed, because training depends on it."""
 
 
-def check(config: RunConfig) -> list[str]:
+def check(config: RunConfig, elsewhere: Sequence[str] = ()) -> list[str]:
     """Check all settings together and return warnings: what works, but is probably not meant.
 
     Raises one :class:`ConfigError` that lists every problem. Reads the file system (model directory, data files), changes nothing.
+    ``elsewhere`` are directories of the machines where the run takes place: what it reads below them may be missing here, and a warning
+    names it.
     """
     device = resolve_device(config)
+    unseen = out_of_reach(config, elsewhere)
     checks = _CHECKS if is_offline(config.algorithm) else (*_CHECKS, *_ENGINE_CHECKS)
-    problems = [problem for function in checks for problem in function(config, device)]
+    problems = [problem for function in checks for problem in function(config, device)] + list(check_inputs(config, unseen))
     if problems:
         raise ConfigError(joined(problems, lambda count: f"{count} settings cannot work:"))
     own = [] if is_offline(config.algorithm) else [*_warnings(config, device)]
-    return [*warn_algorithm(config), *own, *_common_warnings(config, device), *warn_inputs(config)]
+    found = [*warn_algorithm(config), *own, *_common_warnings(config, device), *warn_inputs(config)]
+    if unseen:
+        found.append("not checked here, only the run sees it: " + ", ".join(f"{key}={path}" for key, path in unseen.items()))
+    return found
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -369,13 +375,9 @@ def _algorithm(config: RunConfig, device: Device) -> Iterator[str]:
     yield from check_algorithm(config)
 
 
-def _inputs(config: RunConfig, device: Device) -> Iterator[str]:
-    yield from check_inputs(config)
-
-
 Check = Callable[[RunConfig, Device], Iterator[str]]
 
-_CHECKS: tuple[Check, ...] = (_ranges, _batch, _algorithm, _training, _evaluation, _length, _devices, _precision, _observe, _inputs)
+_CHECKS: tuple[Check, ...] = (_ranges, _batch, _algorithm, _training, _evaluation, _length, _devices, _precision, _observe)
 _ENGINE_CHECKS: tuple[Check, ...] = (_rewards, _engine, _placement, _weights)
 """Of what runs that learn from a data set do not have."""
 

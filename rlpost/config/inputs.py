@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlpost.config.algorithms import is_offline
 from rlpost.config.derive import longest_sequence
@@ -14,7 +16,11 @@ from rlpost.config.schema import RunConfig
 
 EMBEDDED = "embedded:"
 HUGGING_FACE = "hf:"
+OUTPUTS = ("output_dir", "run_dir")
 DATA_SUFFIXES = (".jsonl", ".parquet")
+
+PLUGIN_FILE = re.compile(r"(.+\.py):[A-Za-z_][\w.]*")
+"""A class or function of the user's own in a file."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -31,19 +37,41 @@ def looks_local(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is None or Path(path.split("/")[0]).is_dir()
 
 
-def check_inputs(config: RunConfig) -> Iterator[str]:
-    """Problems with the model, data, template and resume directory that the config names."""
-    yield from _model(config, "model.path", config.model.path)
-    for key, path in other_models(config).items():
-        yield from _model(config, key, path)
-    yield from _data("data.train", config.data.train)
-    if config.data.evaluation is not None:
-        yield from _data("data.evaluation", config.data.evaluation)
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a configuration, or of a part of it as mappings and lists, with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+        return
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, one in inner:
+        yield from texts(one, f"{key}.{name}" if key else str(name))
+
+
+def out_of_reach(config: RunConfig, elsewhere: Sequence[str]) -> dict[str, str]:
+    """Configuration key -> path, of what the config reads below the directories ``elsewhere``, which others see, and is not here."""
+    found = {}
+    for key, text in texts(dataclasses.asdict(config)) if elsewhere else ():
+        plugin = PLUGIN_FILE.fullmatch(text)
+        path = Path(plugin[1] if plugin else text)
+        below = path.is_absolute() and any(path.is_relative_to(directory) for directory in elsewhere)
+        if below and key not in OUTPUTS and not path.exists():
+            found[key] = str(path)
+    return found
+
+
+def check_inputs(config: RunConfig, unseen: Collection[str] = ()) -> Iterator[str]:
+    """Problems with the model, data, template and resume directory that the config names, but for the keys ``unseen``."""
+    for key, path in {"model.path": config.model.path, **other_models(config)}.items():
+        if key not in unseen:
+            yield from _model(config, key, path)
+    for key, source in {"data.train": config.data.train, "data.evaluation": config.data.evaluation}.items():
+        if source is not None and key not in unseen:
+            yield from _data(key, source)
     template = config.model.chat_template
-    if template is not None and not Path(template).expanduser().is_file():
+    if template is not None and "model.chat_template" not in unseen and not Path(template).expanduser().is_file():
         yield f"model.chat_template: no file {_absolute(template)}; give the path of a template file, or null for the tokenizer's own"
     resume = config.resume
-    if resume not in ("never", "auto") and not Path(resume).expanduser().is_dir():
+    if resume not in ("never", "auto") and "resume" not in unseen and not Path(resume).expanduser().is_dir():
         yield f"resume={resume}: no run directory {_absolute(resume)}; expected never, auto or the path of a run"
 
 

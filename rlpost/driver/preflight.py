@@ -5,14 +5,15 @@ Nothing here needs a cluster; no ray, torch or vllm is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlpost.algorithms.catalogue import make_algorithm, make_offline_algorithm
 from rlpost.algorithms.protocol import Algorithm, RunFacts
 from rlpost.config.algorithms import is_offline
 from rlpost.config.derive import SINGLE_TURN, needs_critic, resolve_reference, reward_name
-from rlpost.config.inputs import other_models
+from rlpost.config.inputs import other_models, out_of_reach
 from rlpost.config.schema import RunConfig
 from rlpost.data.load import load_prompts
 from rlpost.data.offline import load_rows, tokenize_rows
@@ -51,10 +52,9 @@ def field_names(prompts: list[Prompt]) -> set[str]:
     return {name for prompt in prompts for name in prompt.fields}
 
 
-def read_prompts(config: RunConfig, *, hub: bool) -> dict[str, list[Prompt]]:
-    """The prompts that a run reads, by configuration key, without tokens; ``hub`` false leaves out what is on a hub.
-
-    Raises ConfigError for a row that cannot be used.
+def read_prompts(config: RunConfig, *, hub: bool, unseen: Collection[str] = ()) -> dict[str, list[Prompt]]:
+    """The prompts that a run reads, by configuration key, without tokens; ``hub`` false leaves out what is on a hub, and ``unseen`` are
+    keys to leave out. Raises ConfigError for a row that cannot be used.
     """
     sources: dict[str, tuple[str, int | None]] = {"data.train": (config.data.train, config.data.limit)}
     if config.data.evaluation is not None and config.evaluation.every:
@@ -62,7 +62,7 @@ def read_prompts(config: RunConfig, *, hub: bool) -> dict[str, list[Prompt]]:
     return {
         key: load_prompts(source, prompt_field=config.data.prompt_field, id_field=config.data.id_field, limit=limit)
         for key, (source, limit) in sources.items()
-        if hub or not source.startswith(HUB)
+        if key not in unseen and (hub or not source.startswith(HUB))
     }
 
 
@@ -91,17 +91,26 @@ def check_rewards(config: RunConfig, prompts: Mapping[str, list[Prompt]]) -> Non
         load_rewards(config.rewards)
 
 
-def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
-    """Number of training rows within the limits (None: a hub data set, not read here), and warnings. Raises ConfigError."""
+def preflight(config: RunConfig, elsewhere: Sequence[str] = ()) -> tuple[int | None, list[str]]:
+    """Number of training rows within the limits (None: a data set that is not read here), and warnings. Raises ConfigError.
+
+    ``elsewhere`` as in :func:`rlpost.config.checks.check`, which warns of what is left out here.
+    """
+    unseen = out_of_reach(config, elsewhere)
     if is_offline(config.algorithm):
-        return _offline_preflight(config)
-    check_forwards(make_algorithm(config.algorithm, run_facts(config)), config)
-    environment_factory(config.environment)
-    loaded = read_prompts(config, hub=False)
-    check_rewards(config, loaded)
+        return _offline_preflight(config, unseen)
+    if "algorithm.name" not in unseen:
+        check_forwards(make_algorithm(config.algorithm, run_facts(config)), config)
+    if not any(key.startswith("environment.") for key in unseen):
+        environment_factory(config.environment)
+    loaded = read_prompts(config, hub=False, unseen=unseen)
+    check_rewards(_with_seen_rewards(config, unseen), loaded)
     check_tokenizers(config, hub=False)
-    warnings = [] if "data.train" in loaded else [f"data.train={config.data.train} is on a hub and not read in a dry run"]
+    on_hub = "data.train" not in loaded and "data.train" not in unseen
+    warnings = [f"data.train={config.data.train} is on a hub and not read in a dry run"] if on_hub else []
     path = _local_path(config.model.path)
+    if {"model.path", "model.chat_template"} & unseen.keys():
+        return len(loaded["data.train"]) if "data.train" in loaded else None, [*warnings, "prompt lengths were not counted"]
     has_template = check_chat_template(path, config.model.chat_template)
     for key, prompts in loaded.items():
         if not has_template and any(prompt.messages is not None for prompt in prompts):
@@ -118,7 +127,15 @@ def preflight(config: RunConfig) -> tuple[int | None, list[str]]:
     return rows.get("data.train"), warnings
 
 
-def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
+def _with_seen_rewards(config: RunConfig, unseen: Collection[str]) -> RunConfig:
+    """Without the rewards that name something which is not here."""
+    rewards = [one for number, one in enumerate(config.rewards) if not any(key.startswith(f"rewards.{number}.") for key in unseen)]
+    return replace(config, rewards=rewards)
+
+
+def _offline_preflight(config: RunConfig, unseen: Collection[str]) -> tuple[int | None, list[str]]:
+    if "algorithm.name" in unseen:  # which says what rows look like
+        return None, ["data rows were not read"]
     algorithm, data = make_offline_algorithm(config.algorithm), config.data
     kind = algorithm.data_kind
     sources = {"data.train": (data.train, data.limit)}
@@ -126,10 +143,12 @@ def _offline_preflight(config: RunConfig) -> tuple[int | None, list[str]]:
         sources["data.evaluation"] = (data.evaluation, config.evaluation.prompts)
     path = _local_path(config.model.path)
     check_tokenizers(config, hub=False)
-    counted = (Path(path) / "tokenizer.json").exists()
+    counted = (Path(path) / "tokenizer.json").exists() and "model.chat_template" not in unseen
     warnings = [] if counted else [f"lengths were not counted: the tokenizer of {config.model.path} is not on this machine yet"]
     rows: dict[str, int] = {}
     for key, (source, limit) in sources.items():
+        if key in unseen:
+            continue
         if source.startswith(HUB):
             warnings.append(f"{key}={source} is on a hub and not read in a dry run")
             continue

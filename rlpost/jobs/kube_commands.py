@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import yaml
+
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.kube_settings import KubeSettings
-from rlpost.jobs.kuberay import INSTANCE_LABEL, KUEUE_QUEUE, Manifest, kube_needs, render, to_yaml
-from rlpost.jobs.manifest_checks import check_manifests
+from rlpost.jobs.kuberay import GPU, INSTANCE_LABEL, KUEUE_QUEUE, Manifest, kube_needs, render, to_yaml
+from rlpost.jobs.manifest_checks import NodeSize, amount, check_manifests, node_problems
+from rlpost.jobs.packaging import paths_of
 from rlpost.types import ConfigError
 
 COMMAND_TIMEOUT_S = 120
@@ -35,7 +38,12 @@ ASK_S = 3.0
 """Between two questions about a job that is followed; KubeRay itself looks at it as often."""
 
 RESOURCES = {"RayJob": "rayjobs.ray.io", "RayCluster": "rayclusters.ray.io"}
+WORKLOADS, JOB_UID = "workloads.kueue.x-k8s.io", "kueue.x-k8s.io/job-uid"
+"""What Kueue keeps of a job in a queue, and the label that leads to it."""
 SUBMITTER_CONTAINER = "ray-job-submitter"
+
+OWN_PACKAGE = "rlpost"
+"""In every image."""
 
 FAILED, STOPPED = 1, 75
 """Exit codes when the run's own is not known; 75 is what rlpost.train gives when it was told to stop and has saved."""
@@ -86,16 +94,29 @@ def _warnings(config: RunConfig, settings: KubeSettings, step_s: float | None) -
             f"run_dir={config.run_dir} is not on the volume at {settings.volume_path}, so checkpoints may end with the pod, and a retry "
             "then begins anew; give a directory on the volume, or leave run_dir out"
         )
-    for key, value in {"model.path": config.model.path, "data.train": config.data.train, "data.evaluation": config.data.evaluation}.items():
-        if value and Path(value).exists():
-            yield f"{key}={value} is here; the job's pods look for it at {PurePosixPath(settings.volume_path, value)}: put it on the volume"
+    yield from _off_the_volume(config, settings)
+
+
+def _off_the_volume(config: RunConfig, settings: KubeSettings) -> Iterator[str]:
+    """What the configuration names and pods may not find: they have the volume and the image, and nothing of this machine."""
+    named = paths_of(config, Path())
+    for key, path in {**named.inside, **named.absolute}.items():
+        there = PurePosixPath(settings.volume_path, path)
+        if Path(path).expanduser().exists() and path != OWN_PACKAGE:
+            yield f"{key}={path} is here; the job's pods look for it at {there}: put it on the volume"
+        elif not there.is_relative_to(settings.volume_path):
+            yield f"{key}={path} is not on the volume at {settings.volume_path}: put it there, or have it in the image"
+    for key, module in named.installed.items():
+        if module.partition(".")[0] != OWN_PACKAGE:
+            yield f"{key}={module} must be in the image: install it there, or put its file on the volume and name that ({key}=FILE.py:NAME)"
 
 
 def ask(paths: Sequence[Path], settings: KubeSettings) -> str | None:
-    """What the cluster that kubectl knows says to the objects of the file, as a line; nothing is made there. None without a kubectl.
+    """What the cluster that kubectl knows says to the objects of the file, as lines; nothing is made there. None without a kubectl.
 
     The API server is asked (``--dry-run=server``): fields, namespace, rights, admission. ``--dry-run=client`` needs a cluster too, to
-    learn what kinds there are, and leaves fields to the server. Raises ConfigError with what it said when it refuses an object.
+    learn what kinds there are, and leaves fields to the server. Pods that no node can hold are told too.
+    Raises ConfigError with what it said when it refuses an object.
     """
     (path,) = paths
     if shutil.which("kubectl") is None:
@@ -106,7 +127,22 @@ def ask(paths: Sequence[Path], settings: KubeSettings) -> str | None:
     done = _run(["apply", "--dry-run=server", "--validate=strict", f"--filename={path}"])
     if done.returncode:
         raise ConfigError(f"the cluster refuses objects of {path}: {_with_hint(_said(done))}")
-    return "the cluster takes the objects (kubectl apply --dry-run=server)"
+    large = node_problems(list(yaml.safe_load_all(path.read_text())), _node_sizes())
+    unless = ["unless an autoscaler adds such nodes, these pods wait for ever"] if large else []
+    return "\n".join(
+        ["the cluster takes the objects (kubectl apply --dry-run=server)", *(f"warning: {line}" for line in [*large, *unless])]
+    )
+
+
+def _node_sizes() -> list[NodeSize]:
+    """The kinds of nodes that take pods; none where one may not list nodes, which belong to no namespace."""
+    done = _run(["get", "nodes", "--output=json"])
+    nodes = json.loads(done.stdout or "{}").get("items", []) if done.returncode == 0 else []
+    sizes = {
+        NodeSize(cpus=amount(free.get("cpu", 0)), memory_gib=amount(free.get("memory", 0)) / 1024**3, gpus=int(amount(free.get(GPU, 0))))
+        for free in (node["status"]["allocatable"] for node in nodes if not node["spec"].get("unschedulable"))
+    }
+    return sorted(sizes, key=lambda size: (size.gpus, size.memory_gib, size.cpus), reverse=True)
 
 
 def submit(paths: Sequence[Path], config: RunConfig, settings: KubeSettings, say: Callable[[str], None]) -> str:
@@ -174,7 +210,8 @@ def _follow(job: str, settings: KubeSettings) -> int:
         if headline != shown:
             _tell(headline)
             shown = headline
-        if (code := _exit_code(found)) is not None:
+        code = STOPPED if _deactivated(found, settings) else _exit_code(found)
+        if code is not None:
             if not begun:
                 _tell(_log_place(job, settings))
             return code
@@ -196,7 +233,7 @@ def stop(job: str, settings: KubeSettings) -> str:
     again = '{"spec":{"suspend":false}}'
     if _in_kueue(found):
         uid = found["metadata"]["uid"]
-        workloads = _call(settings, "get", "workloads.kueue.x-k8s.io", f"--selector=kueue.x-k8s.io/job-uid={uid}", "--output=name").split()
+        workloads = _call(settings, "get", WORKLOADS, f"--selector={JOB_UID}={uid}", "--output=name").split()
         if not workloads:
             raise ConfigError(f"{job} has a queue of Kueue, but Kueue has no workload for it yet; wait a moment and try again")
         resource, patch, again = workloads[0], '{"spec":{"active":false}}', '{"spec":{"active":true}}'
@@ -218,6 +255,16 @@ def _object(job: str, settings: KubeSettings) -> Manifest:
 
 def _in_kueue(found: Manifest) -> bool:
     return KUEUE_QUEUE in found["metadata"].get("labels", {})
+
+
+def _deactivated(found: Manifest, settings: KubeSettings) -> bool:
+    """Whether a job that Kueue holds was stopped, and is not waiting for its turn; false where Kueue does not say."""
+    if not (_in_kueue(found) and found["status"].get("jobDeploymentStatus") == "Suspended"):
+        return False
+    selector = f"--selector={JOB_UID}={found['metadata']['uid']}"
+    done = _run([*_namespace(settings), "get", WORKLOADS, selector, "--output=json"])
+    items = json.loads(done.stdout or "{}").get("items", []) if done.returncode == 0 else []
+    return any(item["spec"].get("active") is False for item in items)
 
 
 def _headline(found: Manifest) -> str:
@@ -258,7 +305,7 @@ def _exit_code(found: Manifest) -> int | None:
     state = status.get("jobDeploymentStatus")
     if state == "Suspended":
         return None if _in_kueue(found) else STOPPED
-    if state not in ("Complete", "Failed"):
+    if state not in ("Complete", "Failed", "ValidationFailed"):
         return None
     if status.get("jobStatus") == "SUCCEEDED":
         return 0

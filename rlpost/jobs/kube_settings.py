@@ -11,7 +11,7 @@ from typing import Any
 from rlpost.config.fields import Place, children, clean, joined
 from rlpost.config.schema import REQUIRED, RunConfig, option
 from rlpost.jobs.needs import ROLLOUT_GROUP, SHARED_GROUP, TRAINER_GROUP
-from rlpost.jobs.secrets import is_secret_variable, secret_keys
+from rlpost.jobs.secrets import is_secret_variable, secret_keys, shows_secret
 from rlpost.types import ConfigError
 
 HEAD = "head"
@@ -84,6 +84,11 @@ class KubeSettings:
     grace_s: int = option(600, "Seconds that a job which is told to end has for its step in progress and a checkpoint.")
 
     @property
+    def elsewhere(self) -> list[str]:
+        """Directories that only the pods see."""
+        return [self.volume_path]
+
+    @property
     def autoscales(self) -> bool:
         """Whether Ray's autoscaler chooses the number of rollout nodes."""
         return self.rollout_min is not None or self.rollout_max is not None
@@ -144,8 +149,8 @@ def _combinations(settings: KubeSettings) -> Iterator[str]:
 
 def _secrets(settings: KubeSettings, config: RunConfig) -> Iterator[str]:
     """A manifest is read by everybody who may read the job; names of secrets may stand in it, their values never."""
-    for name in settings.env:
-        if is_secret_variable(name):
+    for name, value in settings.env.items():
+        if is_secret_variable(name) or shows_secret(str(value)):
             yield f"env has {name}, which reads like a secret, in the manifest; give it as secrets={{{name}: secret-name/key}}"
     for name, reference in settings.secrets.items():
         if not (isinstance(reference, str) and re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9._-]+", reference)):

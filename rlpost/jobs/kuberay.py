@@ -53,12 +53,23 @@ def render(config_yaml: str, config: RunConfig, settings: KubeSettings) -> list[
     """
     check_settings(settings, config)
     needs = kube_needs(config, settings)
+    _check_roles(needs, settings)
     name = settings.name_of(config.name)
     cluster = _cluster_spec(name, needs, settings)
     spec = cluster if settings.kind == "RayCluster" else _job_spec(cluster, settings)
     job: Manifest = {"apiVersion": "ray.io/v1", "kind": settings.kind, "metadata": _metadata(name, name, settings), "spec": spec}
     _add_gang(job["metadata"], name, settings)
     return [_config_map(name, config_yaml, config, needs, settings), job]
+
+
+def _check_roles(needs: JobNeeds, settings: KubeSettings) -> None:
+    """Raise ConfigError for selectors of roles whose nodes the job does not have."""
+    roles = (HEAD, *(group.role for group in needs.groups))
+    if absent := [role for role in settings.node_selectors if role not in roles]:
+        raise ConfigError(
+            f"node_selectors names {', '.join(absent)}, but the nodes of this job are {', '.join(roles)}; use these roles, or set "
+            f"separate_roles={'false' if settings.separate_roles else 'true'}"
+        )
 
 
 def kube_needs(config: RunConfig, settings: KubeSettings) -> JobNeeds:

@@ -48,24 +48,20 @@ class NodeSize:
     gpus: int = 0
 
     def __str__(self) -> str:
-        return f"{self.cpus:g} CPUs, {self.memory_gib:g} GiB, {self.gpus} GPUs"
+        return f"{self.cpus:g} CPUs, {self.memory_gib:.4g} GiB, {self.gpus} GPUs"
 
 
-def check_manifests(
-    manifests: Sequence[Manifest], *, device: Device | None = None, nodes: Sequence[NodeSize] = (), crds: Sequence[Path] = ()
-) -> None:
+def check_manifests(manifests: Sequence[Manifest], *, device: Device | None = None, crds: Sequence[Path] = ()) -> None:
     """Raise ConfigError with every fault that :func:`find_problems` sees."""
-    problems = find_problems(manifests, device=device, nodes=nodes, crds=crds)
+    problems = find_problems(manifests, device=device, crds=crds)
     if problems:
         raise ConfigError(joined(problems, lambda count: f"{count} problems in the manifests:"))
 
 
-def find_problems(
-    manifests: Sequence[Manifest], *, device: Device | None = None, nodes: Sequence[NodeSize] = (), crds: Sequence[Path] = ()
-) -> list[str]:
+def find_problems(manifests: Sequence[Manifest], *, device: Device | None = None, crds: Sequence[Path] = ()) -> list[str]:
     """Every fault as text: where, what was found, what was expected, what to change.
 
-    ``device=gpu`` asks for GPUs in every worker group. ``nodes`` are the kinds of nodes of the cluster; none asks for no such check.
+    ``device=gpu`` asks for GPUs in every worker group.
     ``crds`` are files of CustomResourceDefinitions that are read in place of this package's excerpt of them.
     Manifests whose fields are wrong are not looked at further.
     """
@@ -80,7 +76,7 @@ def find_problems(
         if manifest["kind"] != "ConfigMap":
             problems += [*_job_problems(manifest), *_group_problems(manifest)]
             for where, template in _templates(manifest):
-                problems += [*_pod_problems(where, template, config_maps), *_resource_problems(where, template, device, nodes)]
+                problems += [*_pod_problems(where, template, config_maps), *_resource_problems(where, template, device)]
     return problems
 
 
@@ -195,8 +191,8 @@ def _pod_problems(where: str, template: Manifest, config_maps: Mapping[str, Mani
             yield f"{where}: the ConfigMap {name} is mounted, but it is none of the manifests ({', '.join(config_maps)}); add or rename it"
 
 
-def _resource_problems(where: str, template: Manifest, device: Device | None, nodes: Sequence[NodeSize]) -> Iterator[str]:
-    """Of the Ray container, which is the first: amounts that contradict one another, or that no node has."""
+def _resource_problems(where: str, template: Manifest, device: Device | None) -> Iterator[str]:
+    """Of the Ray container, which is the first: amounts that contradict one another."""
     pod = template["spec"]
     resources = pod["containers"][0].get("resources", {})
     requests, limits = ({name: amount(text) for name, text in resources.get(part, {}).items()} for part in ("requests", "limits"))
@@ -212,11 +208,23 @@ def _resource_problems(where: str, template: Manifest, device: Device | None, no
                     f"{resources.get('limits', {}).get(name, 'any amount')}; with GPUs both have to be equal: make them so"
                 )
     yield from _shared_memory_problems(where, pod, limits.get("memory"))
-    asked = {name: requests.get(name, limits.get(name, 0)) for name in ("cpu", "memory", GPU)}
-    if nodes and not any(_holds(node, asked) for node in nodes):
+
+
+def node_problems(manifests: Sequence[Manifest], nodes: Sequence[NodeSize]) -> list[str]:
+    """Pods that no node can hold, with the first of ``nodes``, the largest; nothing without nodes."""
+    jobs = [manifest for manifest in manifests if manifest["kind"] != "ConfigMap"] if nodes else []
+    templates = (one for job in jobs for one in _templates(job))
+    return [problem for where, template in templates for problem in _node_problems(where, template, nodes)]
+
+
+def _node_problems(where: str, template: Manifest, nodes: Sequence[NodeSize]) -> Iterator[str]:
+    resources = template["spec"]["containers"][0].get("resources", {})
+    given = {**resources.get("limits", {}), **resources.get("requests", {})}
+    asked = {name: amount(given.get(name, 0)) for name in ("cpu", "memory", GPU)}
+    if not any(_holds(node, asked) for node in nodes):
         yield (
             f"{where}: a pod asks for {asked['cpu']:g} CPUs, {asked['memory'] / 1024**3:g} GiB, {asked[GPU]:g} GPUs, which no node has "
-            f"({'; '.join(map(str, nodes))}); lower cpus_per_node, memory_gib or gpus_per_node (of the head: head_memory_gib)"
+            f"(the largest: {nodes[0]}); lower cpus_per_node, memory_gib or gpus_per_node (of the head: head_memory_gib)"
         )
 
 

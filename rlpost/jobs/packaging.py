@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rlpost.config.fields import joined
-from rlpost.config.inputs import EMBEDDED, HUGGING_FACE, other_models
+from rlpost.config.inputs import EMBEDDED, HUGGING_FACE, OUTPUTS, PLUGIN_FILE, other_models, texts
 from rlpost.config.load import BASE_KEY, config_directories, find_config
 from rlpost.config.schema import RunConfig
 from rlpost.config.yaml_source import read_yaml
@@ -37,7 +36,6 @@ ENVIRONMENT_FILE = "pyvenv.cfg"
 
 PLUGIN_KEYS = re.compile(r"environment\.name|rewards\.\d+\.function|algorithm\.name|algorithm\.policy_loss")
 _MODULE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_][\w.]*")
-_FILE_PLUGIN = re.compile(r"(.+\.py):[A-Za-z_][\w.]*")
 
 GIT_TIMEOUT_S = 60
 LARGEST = 5
@@ -233,14 +231,27 @@ def named_by(config: RunConfig, source: Path, directory: Path) -> Named:
     Raises ConfigError for a model's directory by a relative path (weights are not packaged), and for a configuration file that neither
     lies in the directory nor comes with rlpost.
     """
-    inside = dict(_config_files(source, directory))
+    named = paths_of(config, directory)
+    files = dict(_config_files(source, directory))
+    models = {"model.path": config.model.path, **other_models(config)}
+    if local := [f"{key}={models[key]}" for key in models if key in named.inside]:
+        raise ConfigError(
+            f"{', '.join(local)} is a directory of this machine, and models are not packaged: copy it to a disk that all nodes see and "
+            "give its absolute path there, or give a hub name"
+        )
+    return dataclasses.replace(named, inside={**files, **named.inside})
+
+
+def paths_of(config: RunConfig, directory: Path) -> Named:
+    """What the values of the configuration name; relative paths begin as in :func:`named_by`."""
+    inside: dict[str, str] = {}
     absolute: dict[str, str] = {}
     installed: dict[str, str] = {}
     models = {"model.path": config.model.path, **other_models(config)}
-    for key, text in _texts(dataclasses.asdict(config)):
-        plugin = _FILE_PLUGIN.fullmatch(text)
+    for key, text in texts(dataclasses.asdict(config)):
+        plugin = PLUGIN_FILE.fullmatch(text)
         path = plugin[1] if plugin else text
-        if text.startswith((EMBEDDED, HUGGING_FACE)) or "://" in text or key in ("output_dir", "run_dir"):
+        if text.startswith((EMBEDDED, HUGGING_FACE)) or "://" in text or key in OUTPUTS:
             continue
         if path.startswith(("/", "~")):
             absolute[key] = path
@@ -249,11 +260,6 @@ def named_by(config: RunConfig, source: Path, directory: Path) -> Named:
             (inside if places else installed)[key] = places[0] if places else text.partition(":")[0]
         elif plugin or ((key in models or _looks_like_path(path)) and any((place / path).exists() for place in (directory, Path()))):
             inside[key] = path
-    if local := [f"{key}={models[key]}" for key in models if key in inside]:
-        raise ConfigError(
-            f"{', '.join(local)} is a directory of this machine, and models are not packaged: copy it to a disk that all nodes see and "
-            "give its absolute path there, or give a hub name"
-        )
     return Named(inside=inside, absolute=absolute, installed=installed)
 
 
@@ -276,16 +282,6 @@ def _config_files(source: Path, directory: Path) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"{key}: {file} lies outside the working directory {directory}; copy it there, or set working_directory")
         base = read_yaml(file).values.get(BASE_KEY)
         file = None if base is None else find_config(base, beside=file.parent)
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of a configuration with its dotted key."""
-    if isinstance(value, str):
-        yield key, value
-        return
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, one in inner:
-        yield from _texts(one, f"{key}.{name}" if key else str(name))
 
 
 def _looks_like_path(text: str) -> bool:

@@ -41,8 +41,10 @@ LEAST_RAY = (2, 60)
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Read by Ray's supervisor of the job, which has the job's own variables; without it a job is killed 3 s after it was told to stop."""
 
-ENTRYPOINT = """trap : TERM; {command}; code=$?; echo "{ended} $code"; exit $code"""
+ENTRYPOINT = """trap stopped=75 TERM; {command}; code=$?; echo "{ended} $code"; exit $code"""
 """A stop signals the shell too: it waits for the driver. Ray keeps no exit code of a job that was stopped, so it stands in the log."""
+PREFLIGHT = """{doctor}; code=${{stopped:-$?}}; if [ $code = 0 ]; then {command}; else echo "preflight: no training"; (exit $code); fi"""
+"""In the place of ENTRYPOINT's command; a stop reaches the doctor too, and then there is nothing to save."""
 ENDED = "rlpost.train ended with exit code"
 
 FAILED = 1
@@ -63,6 +65,7 @@ def files(config: RunConfig, words: Sequence[str], settings: RaySettings) -> dic
     check_settings(settings, config)
     package, _ = packaged(config, words, settings)
     package.check_size(settings.max_mib)
+    command = _command(config, words, package, settings)
     runtime_env: dict[str, Any] = {
         "working_dir": str(package.directory),
         "excludes": list(package.excludes),
@@ -71,7 +74,7 @@ def files(config: RunConfig, words: Sequence[str], settings: RaySettings) -> dic
     if settings.packages:
         runtime_env["pip"] = settings.packages
     job = {
-        "entrypoint": ENTRYPOINT.format(command=shlex.join(_command(config, words, package, settings)), ended=ENDED),
+        "entrypoint": ENTRYPOINT.format(command=command, ended=ENDED),
         "entrypoint_num_cpus": settings.driver_cpus,
         "metadata": {"name": job_name(config, settings), RUN_DIRECTORY: run_directory(config, settings)},
         "runtime_env": runtime_env,
@@ -116,12 +119,18 @@ def _source(words: Sequence[str]) -> Path:
     return find_config(name).resolve()
 
 
-def _command(config: RunConfig, words: Sequence[str], package: Package, settings: RaySettings) -> list[str]:
+def _command(config: RunConfig, words: Sequence[str], package: Package, settings: RaySettings) -> str:
+    """A line of shell."""
     needs = job_needs(config, gpus_per_node=settings.gpus_per_node or 0)
     run = [word for word in words if word.partition("=")[0].strip() != CONFIG_KEY]
     place = [f"run_dir={run_directory(config, settings)}"] if config.resume in ("never", "auto") else []
     source = config_word(_source(words), package.directory)
-    return ["python", "-m", "rlpost.train", source, *run, *overrides_in_job(config, needs.device), *place]
+    common = [source, *run, *overrides_in_job(config, needs.device), *place]
+    train = shlex.join(["python", "-m", "rlpost.train", *common])
+    if not settings.preflight or config.placement.wait_for_nodes:  # nodes that come later have no room now
+        return train
+    output = f"output_dir={os.path.dirname(run_directory(config, settings).rstrip('/'))}"  # where it writes, also with run_dir=
+    return PREFLIGHT.format(doctor=shlex.join(["python", "-m", "rlpost.doctor", "cluster", *common, output]), command=train)
 
 
 def ask(paths: Sequence[Path], settings: RaySettings) -> str:

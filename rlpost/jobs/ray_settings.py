@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlpost.config.fields import Place, children, clean, joined
 from rlpost.config.schema import RunConfig, option
-from rlpost.jobs.secrets import is_secret_variable, secret_keys
+from rlpost.jobs.secrets import is_secret_variable, secret_keys, shows_secret
 from rlpost.types import ConfigError
 
 LOCAL_DASHBOARD = "http://127.0.0.1:8265"
@@ -18,7 +18,6 @@ LOCAL_DASHBOARD = "http://127.0.0.1:8265"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]+@")
 
 
 @dataclass
@@ -40,6 +39,10 @@ class RaySettings:
         [], "Names of variables of this shell that the job gets. Ray shows their values to all who may see jobs, so secrets are refused."
     )
     driver_cpus: float = option(0.0, "CPUs reserved for the driver: 0 runs it on the head, more on any node that has them free.")
+    preflight: bool = option(
+        True, "Run `rlpost.doctor cluster` before the training; what it finds failed ends the job. Not with placement.wait_for_nodes."
+    )
+    elsewhere: list[str] = option([], "Directories that only the nodes see: what the run names below them is not looked for here.")
     stop_wait_s: int = option(600, "Seconds that a job which is told to stop has for its step in progress and a checkpoint.")
 
     def url(self) -> str:
@@ -118,9 +121,9 @@ def _secrets(settings: RaySettings, config: RunConfig) -> Iterator[str]:
                 f"of `ray start` on every node (in a pod: from a Secret), where all processes of the node find it, and leave {name} out"
             )
     for package in settings.packages:
-        if _URL_WITH_PASSWORD.search(package):
+        if shows_secret(package):
             yield (
-                "packages has a URL with a user or password, which Ray shows with the job; let pip on the nodes find it (~/.netrc, "
+                "packages has a URL with a password or token, which Ray shows with the job; let pip on the nodes find it (~/.netrc, "
                 "PIP_INDEX_URL in the environment of `ray start`), and leave it out of the URL"
             )
     for key in secret_keys(config):

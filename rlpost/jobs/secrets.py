@@ -1,4 +1,4 @@
-"""Names that read like secrets. A job's script or manifest may hold such a name, but no value beside it: others can read the job."""
+"""What reads like a secret. A job's script or manifest may hold a secret's name, but no value: others can read the job."""
 
 from __future__ import annotations
 
@@ -6,28 +6,48 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_EVERYWHERE = "api_?key|access_?key|private_key|password|passwd|secret|credentials?"
-_VARIABLE = re.compile(rf"(?i)(^|_)(token|{_EVERYWHERE})$")
-_KEY = re.compile(rf"(?i)(^|_)((hf|auth|access|api|bearer)_token|{_EVERYWHERE})$")
-"""In a configuration a plain ``token`` is text (eos_token), in an environment it is a secret."""
-_ASSIGNMENT = re.compile(r"\b(\w+)=(?=[^\s$])")
-"""``HF_TOKEN=abc``; what is read at run time (``HF_TOKEN=$(cat FILE)``) is none."""
+_EVERYWHERE = "api_?key|access_?key|private_key|pass(word|wd|phrase)|secret|credentials?"
+_VARIABLE = re.compile(rf"(?i)(^|_)(token|{_EVERYWHERE})$|_(key|pat|auth|pass)$|^pgpass(word)?$")
+_VENDORS = "account|anthropic|auth|aws|azure|client|cohere|deepseek|encryption|gemini|github|gitlab|google|groq|hf|judge|openai|"
+_VENDORS += "openrouter|secret|service|signing|together|wandb"
+_KEY = re.compile(rf"(?i)(^|_)((hf|auth|access|api|bearer)_tokens?|({_VENDORS})_keys?|({_EVERYWHERE})s?)$")
+"""In a configuration a plain ``token`` is text (eos_token) and many a key a column (sort_key, answer_key), in an environment a secret."""
+_PERHAPS_KEY = re.compile(r"(?i)(^|_)(token|key|pat|auth|pass)$")
+_RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9][\w+/=.-]{19,}")
+"""The value of a _PERHAPS_KEY that is no column's name."""
+
+_ASSIGNMENT = re.compile(r"([\w-]*\w)=(?='([^']+)'|\"?([^\s$\"'`]\S*))")
+"""``HF_TOKEN=abc``, ``--api-key="abc"``; what is read at run time (``HF_TOKEN="$(cat FILE)"``) is none."""
+_KNOWN_FORM = re.compile(
+    r"\b((sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abps]-)(?=[\w-]*\d)[\w-]{12,}|(AKIA|ASIA)[A-Z0-9]{16}\b)|-BEGIN [A-Z ]*PRIVATE KEY-"
+)
+"""Keys that begin as those of their makers do; a digit tells them from words (``hf_transformers_cache``)."""
+_URL_WITH_PASSWORD = re.compile(r"(https?://([^/?#@\s:]*:)?|\w://[^/?#@\s:]*:)[^/?#@\s:$][^/?#@\s:]*@")
+"""With http a name alone is a token (``https://TOKEN@host``), elsewhere a user (``ssh://git@host``); ``$NAME`` is no value."""
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether a variable of an environment reads like a secret."""
-    return _VARIABLE.search(name) is not None
+    """Whether a variable of an environment, or an option of a command, reads like a secret."""
+    return _VARIABLE.search(name.lstrip("-").replace("-", "_")) is not None
+
+
+def shows_secret(text: str) -> bool:
+    """Whether a text holds a key by its form, or a URL with a password."""
+    return _KNOWN_FORM.search(text) is not None or _URL_WITH_PASSWORD.search(text) is not None
 
 
 def assigned_secret(line: str) -> str | None:
-    """The variable that reads like a secret and gets its value in a line of shell."""
-    return next((match[1] for match in _ASSIGNMENT.finditer(line) if is_secret_variable(match[1])), None)
+    """The variable that reads like a secret, by its name or its value, and gets this value in a line of shell."""
+    for match in _ASSIGNMENT.finditer(line):
+        if is_secret_variable(match[1]) or shows_secret(match[2] or match[3]):
+            return match[1].lstrip("-")
+    return None
 
 
 def secret_keys(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys below a dataclass, mapping or list that read like secrets and hold text which is not empty."""
+    """Dotted keys below a dataclass, mapping or list that read like secrets, by name or by value, and hold text which is not empty."""
     if isinstance(value, str):
-        if value and _KEY.search(key.rpartition(".")[2]):
+        if value and _is_secret(re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2], value):
             yield key
         return
     entries: Any = ()
@@ -39,3 +59,7 @@ def secret_keys(value: Any, key: str = "") -> Iterator[str]:
         entries = vars(value).items()
     for name, inner in entries:
         yield from secret_keys(inner, f"{key}.{name}" if key else str(name))
+
+
+def _is_secret(name: str, text: str) -> bool:
+    return bool(_KEY.search(name) or (_PERHAPS_KEY.search(name) and _RANDOM.fullmatch(text))) or shows_secret(text)

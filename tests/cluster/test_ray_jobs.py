@@ -86,7 +86,7 @@ class Project:
             return run.finish(code, COMMAND_TIMEOUT_S)
 
     def run_words(self, *words: str) -> list[str]:
-        return ["config=mine.yaml", f"output_dir={self.shared}", "gpus_per_node=0", "export=[LISTING]", *words]
+        return ["config=mine.yaml", f"output_dir={self.shared}", "gpus_per_node=0", "preflight=false", "export=[LISTING]", *words]
 
 
 @pytest.fixture(scope="module")

@@ -407,3 +407,27 @@ def test_a_package_that_is_not_here_is_only_a_warning(monkeypatch: pytest.Monkey
 def test_shipped_gpu_configs_pass_anywhere(here: Path, name: str) -> None:
     warnings = check(load_config([f"config={name}"]).config)
     assert [w for w in warnings if "not installed here" not in w] == []
+
+
+ELSEWHERE: dict[str, Any] = {
+    "model__path": "/workspace/models/q", "model__chat_template": "/workspace/t.jinja", "data__train": "/workspace/train.jsonl",
+    "data__evaluation": "/workspace/test.jsonl", "evaluation__every": 1, "resume": "/workspace/runs/a",
+}  # fmt: skip
+
+
+def test_what_only_the_nodes_see_is_a_warning_below_their_directories_and_refused_beside_them(tmp_path: Path) -> None:
+    config = clean_config(**{key: value.replace("/workspace", f"{tmp_path}/w") if isinstance(value, str) else value
+                             for key, value in ELSEWHERE.items()})  # fmt: skip
+    [warning] = check(config, [f"{tmp_path}/w"])
+    assert warning.startswith("not checked here, only the run sees it: ")
+    keys = ("model.path", "model.chat_template", "data.train", "data.evaluation", "resume")
+    assert [key for key in keys if f"{key}={tmp_path}/w/" not in warning] == []
+    for elsewhere in ((), [f"{tmp_path}/other"], [f"{tmp_path}/w/mod"]):
+        with pytest.raises(ConfigError, match=r"5 settings cannot work"):
+            check(config, elsewhere)
+
+
+def test_what_is_here_is_checked_though_the_nodes_see_it_too(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").touch()
+    with pytest.raises(ConfigError, match=r"data.train=.* ends in \.csv"):
+        check(clean_config(data__train=str(tmp_path / "train.csv")), [str(tmp_path)])

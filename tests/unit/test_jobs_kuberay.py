@@ -26,7 +26,7 @@ from rlpost.config.schema import RunConfig
 from rlpost.jobs.kube_schema import SCHEMAS, Schema, crd_schema
 from rlpost.jobs.kube_settings import KubeSettings
 from rlpost.jobs.kuberay import GPU, STOP_DRIVER, WAIT_FOR_HEAD, Manifest, render, to_yaml
-from rlpost.jobs.manifest_checks import NodeSize, amount, check_manifests, find_problems
+from rlpost.jobs.manifest_checks import NodeSize, amount, check_manifests, find_problems, node_problems
 from rlpost.types import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -92,7 +92,7 @@ FULL: dict[str, Any] = {
 def test_what_is_rendered_passes_every_check(schemas: str, kind: str, overrides: tuple[str, ...], values: dict[str, Any]) -> None:
     manifests = rendered(*overrides, kind=kind, **values)
     nodes = [NodeSize(cpus=48, memory_gib=1000, gpus=8), NodeSize(cpus=32, memory_gib=64)]
-    assert find_problems(manifests, device="gpu", nodes=nodes) == []
+    assert find_problems(manifests, device="gpu") == [] == node_problems(manifests, nodes)
     assert [manifest["kind"] for manifest in manifests] == ["ConfigMap", kind]
 
 
@@ -258,6 +258,16 @@ def test_a_secret_in_the_configuration_or_in_place_of_its_name_is_refused() -> N
         ({"topology": "rack", "gang": "volcano"}, "topology=rack is read by Kueue only.*node_selectors"),
         ({"rollout_max": 3}, "rollout_min and rollout_max.*separate_roles=true"),
         ({"node_selectors": {"engine": {"a": "b"}}}, "role 'engine', expected one of head, trainer, rollout, shared"),
+        (
+            {"node_selectors": {"trainer": {"a": "b"}, "head": {"a": "b"}}},
+            r"names trainer, but the nodes of this job are head, shared; .*separate_roles=true",
+        ),
+        (
+            {"node_selectors": {"shared": {"a": "b"}}, "separate_roles": True},
+            r"names shared, but the nodes of this job are head, trainer, rollout; .*separate_roles=false",
+        ),
+        ({"env": {"WANDB_KEY": "abc"}}, "env has WANDB_KEY, which reads like a secret"),
+        ({"env": {"URL": "https://u:p@h"}}, "env has URL, which reads like a secret"),
         ({"node_selectors": {"head": "b"}}, r"node_selectors\.head is 'b'"),
         ({"shm_gib": 0}, "shm_gib is 0, expected at least 1"),
         ({"grace_s": -1}, "grace_s is -1"),
@@ -370,7 +380,7 @@ FAULTS: list[tuple[str, Callable[[Manifest], Any], str]] = [
         "of cpu it asks for 16 but may use 32; with GPUs both have to be equal",
     ),
     ("larger than any node", asking(cpu=32, memory="64Gi", **{GPU: 9}),
-     "worker group shared: a pod asks for 32 CPUs, 64 GiB, 9 GPUs, which no node has (64 CPUs, 512 GiB, 8 GPUs)"),
+     "worker group shared: a pod asks for 32 CPUs, 64 GiB, 9 GPUs, which no node has (the largest: 64 CPUs, 512 GiB, 8 GPUs)"),
     ("more memory than any node", asking(cpu=1, memory="513Gi", **{GPU: 1}),
      "a pod asks for 1 CPUs, 513 GiB, 1 GPUs, which no node has"),
     ("a large shm", asking(cpu=32, memory="8Gi", **{GPU: 8}),
@@ -392,10 +402,10 @@ FAULTS: list[tuple[str, Callable[[Manifest], Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), [pytest.param(change, message, id=name) for name, change, message in FAULTS])
 def test_what_a_cluster_would_refuse_or_never_start_is_refused_here(change: Callable[[Manifest], Any], message: str) -> None:
     manifests = rendered(gang="kueue", queue="team")
-    check = {"device": "gpu", "nodes": [NodeSize(cpus=64, memory_gib=512, gpus=8)]}
-    assert find_problems(manifests, **check) == []  # type: ignore[arg-type]
+    nodes = [NodeSize(cpus=64, memory_gib=512, gpus=8)]
+    assert find_problems(manifests, device="gpu") == [] == node_problems(manifests, nodes)
     change(manifests[1])
-    assert message in "\n".join(find_problems(manifests, **check))  # type: ignore[arg-type]
+    assert message in "\n".join([*find_problems(manifests, device="gpu"), *node_problems(manifests, nodes)])
 
 
 def test_17_groups_are_taken_and_without_kueue_more() -> None:

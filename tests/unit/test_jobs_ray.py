@@ -233,7 +233,7 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     ([], {"export": ["HF_TOKEN"]}, r"export has HF_TOKEN, which reads like a secret.*`ray start` on every node"),
     ([], {"export": ["TABLE=x"]}, r"export has a value for TABLE; give the name alone"),
     ([], {"export": ["a b"]}, r"export has 'a b', expected the name"),
-    ([], {"packages": ["x @ https://me:pass@host/x.whl"]}, r"packages has a URL with a user or password"),
+    ([], {"packages": ["x @ https://me:pass@host/x.whl"]}, r"packages has a URL with a password or token"),
     (["environment.options={api_key: abc}"], {}, r"the run's environment.options.api_key reads like a secret"),
     (["output_dir=runs"], {}, r"output_dir is 'runs', which begins in the job's working directory: a copy on one node, that Ray deletes"),
     (["run_dir=./x"], {}, r"run_dir is './x'.*run_dir=/"),
@@ -282,17 +282,18 @@ def test_the_dashboard_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the command, run by a shell as Ray does it ------------------------------------------------------------------------
 
 DRIVER = """#!/bin/sh
-trap 'echo TERM; exit 75' TERM
+trap 'echo TERM; OWN' TERM
 for word in "$@"; do printf '<%s>\\n' "$word"; done
+[ "$2" = rlpost.doctor ] && [ -n "$DOCTOR" ] && exit "$DOCTOR"
 echo ready
 [ -n "$CODE" ] && exit "$CODE"
 while :; do sleep 0.05; done
 """
 
 
-def started(project: Path, entrypoint: str, **environment: str) -> subprocess.Popen[str]:
+def started(project: Path, entrypoint: str, at_stop: str = "exit 75", **environment: str) -> subprocess.Popen[str]:
     (project / "bin").mkdir()
-    (project / "bin/python").write_text(DRIVER)
+    (project / "bin/python").write_text(DRIVER.replace("OWN", at_stop))
     (project / "bin/python").chmod(0o755)
     variables = {**environment, "PATH": f"{project / 'bin'}:{os.environ['PATH']}"}
     return subprocess.Popen(entrypoint, shell=True, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -300,7 +301,7 @@ def started(project: Path, entrypoint: str, **environment: str) -> subprocess.Po
 
 def test_words_arrive_as_they_were_given_and_the_drivers_code_is_the_jobs(project: Path) -> None:
     words = ['environment.options={text: "it\'s $HOME; `x`"}', "schedule.steps=7"]
-    process = started(project, job(*words)["entrypoint"], CODE="3")
+    process = started(project, job(*words, preflight=False)["entrypoint"], CODE="3")
     output, _ = process.communicate(timeout=30)
     given = output.split("ready")[0].strip().splitlines()
     assert given[:5] == ["<-m>", "<rlpost.train>", "<config=./mine.yaml>", *(f"<{word}>" for word in words)]
@@ -308,8 +309,34 @@ def test_words_arrive_as_they_were_given_and_the_drivers_code_is_the_jobs(projec
     assert process.returncode == 3 and output.endswith(f"{ENDED} 3\n")
 
 
-def test_a_stop_that_signals_every_process_leaves_the_drivers_code_in_the_log(project: Path) -> None:
-    process = started(project, job()["entrypoint"])
+@pytest.mark.parametrize(("doctor", "code", "trains"), [("0", 3, True), ("1", 1, False), ("2", 2, False)])
+def test_the_doctor_sees_the_runs_words_first_and_what_it_finds_failed_is_not_trained(
+    project: Path, doctor: str, code: int, trains: bool
+) -> None:
+    words = ['environment.options={text: "it\'s $HOME; `x`"}', "run_dir=/shared/of mine/x"]
+    process = started(project, job(*words)["entrypoint"], CODE="3", DOCTOR=doctor)
+    output, _ = process.communicate(timeout=30)
+    asked, _, trained = output.partition("<-m>\n<rlpost.train>\n")
+    assert asked.splitlines()[:4] == ["<-m>", "<rlpost.doctor>", "<cluster>", "<config=./mine.yaml>"]
+    given = [line for line in asked.splitlines() if line.startswith("<output_dir=")]
+    assert given[-1] == "<output_dir=/shared/of mine>", "the disk that the run writes to is the one that is looked at"
+    assert all(f"<{word}>" in asked.splitlines() for word in words)
+    assert bool(trained) is trains is ("preflight: no training" not in output)
+    assert process.returncode == code and output.endswith(f"{ENDED} {code}\n")
+
+
+def test_nodes_that_come_later_are_not_missed_by_a_preflight(project: Path) -> None:
+    assert "rlpost.doctor" in job()["entrypoint"]
+    for left_out in (job("placement.wait_for_nodes=true"), job(preflight=False)):
+        assert "rlpost.doctor" not in left_out["entrypoint"] and "rlpost.train" in left_out["entrypoint"]
+
+
+@pytest.mark.parametrize("during", ["rlpost.doctor", "rlpost.train"])
+@pytest.mark.parametrize("own", ["exit 75", "exit 1", "exit 0"])
+def test_a_stop_that_signals_every_process_ends_a_preflight_with_75_and_a_run_with_its_own_code(
+    project: Path, during: str, own: str
+) -> None:
+    process = started(project, job()["entrypoint"], own, DOCTOR="" if during == "rlpost.doctor" else "0")
     try:
         assert process.stdout is not None
         while process.stdout.readline() != "ready\n":
@@ -320,7 +347,8 @@ def test_a_stop_that_signals_every_process_leaves_the_drivers_code_in_the_log(pr
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 75 and output.endswith(f"TERM\n{ENDED} 75\n")
+    code, then = (75, "preflight: no training\n") if during == "rlpost.doctor" else (int(own.split()[1]), "")
+    assert process.returncode == code and output.endswith(f"TERM\n{then}{ENDED} {code}\n") and "rlpost.train>" not in output
 
 
 # ---- following the log -------------------------------------------------------------------------------------------------

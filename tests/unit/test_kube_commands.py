@@ -147,6 +147,23 @@ def test_warnings_name_what_may_lose_work_and_nothing_else(tmp_path: Path) -> No
     assert f"data.train={data} is here" in local and "put it on the volume" in local
 
 
+def test_every_path_of_the_configuration_that_pods_may_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/reward.py", "games.py", "chat.jinja", "table.jsonl", "model/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    words = ["rewards=[{function: mine/reward.py:score}, {function: far.away:score}, {function: rlpost.rewards:x}]", "weights.directory=/w",
+             "model.chat_template=chat.jinja", "environment.name=games:Chess", "environment.options={table: table.jsonl}",
+             "model.path=./model", "data.train=/workspace/train.jsonl"]  # fmt: skip
+    found = dict(line.split("=", 1) for line in warnings(run_config(*words), WORDS, settings(gang="kueue", queue="team"), None))
+    for key, path in {"rewards.0.function": "mine/reward.py", "model.chat_template": "chat.jinja", "environment.name": "games.py",
+                      "environment.options.table": "table.jsonl", "model.path": "model"}.items():  # fmt: skip
+        assert f"look for it at /workspace/{path}: put it on the volume" in found.pop(key)
+    assert "must be in the image" in found.pop("rewards.1.function")
+    assert found.pop("weights.directory").startswith("/w is not on the volume at /workspace")
+    assert found == {}
+
+
 # ---- submit ----------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +174,7 @@ def test_submit_looks_for_the_name_asks_the_cluster_then_creates(kubectl: Kubect
         f"--namespace=team get --filename={written} --ignore-not-found --output=name",
         "version --request-timeout=10s",
         f"apply --dry-run=server --validate=strict --filename={written}",
+        "get nodes --output=json",
         f"--namespace=team create --save-config --filename={written}",
     ]
     assert said[0].startswith("the cluster takes the objects")
@@ -233,6 +251,28 @@ def test_the_real_kubectl_without_a_cluster(written: Path, tmp_path: Path, monke
         with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1.*kubectl reaches no cluster") as caught:
             action()
         assert "memcache" not in str(caught.value)
+
+
+def node(cpus: str, memory: str, gpus: int, **spec: Any) -> dict[str, Any]:
+    return {"spec": spec, "status": {"allocatable": {"cpu": cpus, "memory": memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}}}
+
+
+def test_pods_that_no_node_can_hold_are_told_and_not_refused_because_larger_nodes_may_come(kubectl: Kubectl, written: Path) -> None:
+    small, closed = node("15900m", "64Gi", 4), node("200", "2000Gi", 8, unschedulable=True)
+    kubectl.answer("get nodes", (0, json.dumps({"items": [node("3", "8Gi", 0), small, closed]}), ""))
+    answer = str(ask([written], KubeSettings())).splitlines()
+    assert answer[0].startswith("the cluster takes the objects")
+    (group,) = [line for line in answer if "worker group shared" in line]
+    assert group.startswith("warning: ") and "8 GPUs, which no node has (the largest: 15.9 CPUs, 64 GiB, 4 GPUs)" in group
+    assert answer[-1] == "warning: unless an autoscaler adds such nodes, these pods wait for ever"
+
+
+@pytest.mark.parametrize(
+    "answer", [(0, json.dumps({"items": [node("96", "1000Gi", 8)]}), ""), (1, "", 'Error from server (Forbidden): nodes is forbidden')]
+)  # fmt: skip
+def test_nodes_that_suffice_or_may_not_be_listed_are_no_trouble(kubectl: Kubectl, written: Path, answer: tuple[int, str, str]) -> None:
+    kubectl.answer("get nodes", answer)
+    assert ask([written], KubeSettings()) == "the cluster takes the objects (kubectl apply --dry-run=server)"
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------
@@ -341,6 +381,7 @@ def test_follow_waits_for_the_start_and_goes_on_over_a_broken_connection_and_a_r
         (ray_job("Failed", reason="DeadlineExceeded"), 1),
         (ray_job("Complete", jobStatus="STOPPED"), 75),
         (ray_job("Suspended", suspend=True), 75),
+        (ray_job("ValidationFailed", reason="ValidationFailed", jobId=""), 1),
     ],
 )
 @pytest.mark.parametrize("follow", [False, True])
@@ -352,10 +393,22 @@ def test_log_of_a_job_that_ended_ends_with_its_exit_code(
     assert "it wrote is on the volume, in /workspace/runs/run/logs" in capsys.readouterr().err
 
 
-def test_a_job_that_waits_in_the_queue_has_not_ended(kubectl: Kubectl) -> None:
+@pytest.mark.parametrize("answer", [(0, '{"items": [{"spec": {"active": true}}]}', ""), (0, '{"items": [{"spec": {}}]}', ""),
+                                    (0, '{"items": []}', ""), (1, "", "Error from server (Forbidden)")])  # fmt: skip
+def test_a_job_that_waits_in_the_queue_has_not_ended(kubectl: Kubectl, answer: tuple[int, str, str]) -> None:
     kubectl.objects(ray_job("Suspended", queue="team", suspend=True), ray_job("Complete", queue="team", jobStatus="SUCCEEDED"))
+    kubectl.answer("get workloads", answer)
     assert logs("run", settings(), follow=True) == 0
-    assert len(kubectl.calls) == 2
+    assert len(kubectl.calls) == 3
+
+
+def test_a_job_that_was_stopped_in_its_queue_has_ended(kubectl: Kubectl) -> None:
+    """It would be followed for ever: Kueue keeps it as one that waits."""
+    kubectl.objects(ray_job("Running", queue="team", jobId=""), ray_job("Suspended", queue="team", suspend=True),
+                    ray_job("Complete", queue="team", jobStatus="SUCCEEDED"))  # fmt: skip
+    kubectl.answer("get workloads", (0, '{"items": [{"spec": {"active": false}}]}', ""))
+    assert logs("run", settings(namespace="team"), follow=True) == 75
+    assert kubectl.calls[-1] == "--namespace=team get workloads.kueue.x-k8s.io --selector=kueue.x-k8s.io/job-uid=u-1 --output=json"
 
 
 # ---- stop ------------------------------------------------------------------------------------------------------------

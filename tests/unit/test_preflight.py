@@ -129,3 +129,38 @@ def test_a_column_that_happens_to_be_named_margin_refuses_a_reward_model_and_not
     assert preflight(clean_config(algorithm__name="dpo", **values)) == (1, [])
     with pytest.raises(ConfigError, match=r"column 'margin': found 'slightly better'"):
         preflight(clean_config(algorithm__name="reward_model", **values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"data__train": "/w/train.jsonl"},
+        {"model__path": "/w/model"},
+        {"model__chat_template": "/w/t.jinja"},
+        {"environment__name": "/w/games.py:Chess"},
+        {"algorithm__name": "/w/mine.py:Mine"},
+        {"rewards": [RewardConfig(function="exact_match"), RewardConfig(function="/w/reward.py:score")]},
+        {"algorithm__name": "sft", "data__train": "/w/train.jsonl", "rewards": []},
+        {"algorithm__name": "/w/mine.py:Mine", "algorithm__kind": "offline", "rewards": []},
+    ],
+    ids=lambda values: " ".join(values),
+)
+def test_what_only_the_nodes_see_is_left_out_and_looked_for_without_their_directory(tmp_path: Path, values: dict[str, Any]) -> None:
+    local_model("embedded:tiny-sort5")
+    place = f"{tmp_path}/w/"
+    given = {key: value.replace("/w/", place) if isinstance(value, str) else value for key, value in values.items()}
+    config = clean_config(**{"model__path": "embedded:tiny-sort5", **given})
+    for reward in config.rewards:
+        reward.function = reward.function and reward.function.replace("/w/", place)
+    preflight(config, [place])
+    if "model__path" not in values:  # the preflight does not look for a model, the check does
+        with pytest.raises(ConfigError):
+            preflight(config)
+
+
+def test_what_is_here_is_still_checked_beside_what_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def score(prompt, completion, no_such_column): return 0.0\n")
+    config = clean_config(model__path=f"{tmp_path}/w/model", rewards=[RewardConfig(function=f"{file}:score")])
+    with pytest.raises(ConfigError, match="no_such_column"):
+        preflight(config, [f"{tmp_path}/w"])
