@@ -191,8 +191,8 @@ def plan_lines(config: RunConfig, settings: Any, gpu: str | None) -> tuple[list[
         return ["plan: none, model.path is not here"], None
     if getattr(settings, "rollout_gpus_per_node", None) not in (None, per_node):
         return ["plan: none is made for nodes of two sizes; python -m rlpost.plan takes nodes=, gpus= and gpu= of one"], None
-    needed = job_needs(config, gpus_per_node=per_node, separate_roles=getattr(settings, "separate_roles", False)).nodes
-    nodes = getattr(settings, "nodes", None) or needed
+    separate, given = getattr(settings, "separate_roles", False), getattr(settings, "nodes", None)
+    nodes = given or job_needs(config, gpus_per_node=per_node, separate_roles=separate).nodes
     plan = make_plan(config, PlanOptions(nodes=nodes, gpus=per_node, gpu=gpu))
     step_s = plan.step.seconds + plan.step.checkpoint_s
     fits = "fits" if plan.fits else "DOES NOT FIT"

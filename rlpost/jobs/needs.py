@@ -39,6 +39,8 @@ class NodeGroup:
     nodes: int
     gpus: int
     cpus: int
+    bundle_cpus: int
+    """Of ``cpus``, the least of each node that hold the bundles."""
     memory_gib: int | None
     """None: as the scheduler has it by default."""
     bundles: tuple[Bundle, ...]
@@ -70,24 +72,34 @@ def job_needs(
     cpus_per_node: int | None = None,
     memory_gib_per_node: int | None = None,
     separate_roles: bool = False,
+    rollout_gpus_per_node: int | None = None,
+    nodes: int | None = None,
 ) -> JobNeeds:
     """The nodes that hold all bundles of ``config``: as few as can be, then as few GPUs of each as that many nodes allow.
 
     ``gpus_per_node`` is what one node has, 0 for a run on CPUs. ``cpus_per_node`` and ``memory_gib_per_node`` are what to ask of each;
-    None asks for the bundles' CPUs, but CPUS_OF_A_GPU a GPU at least. ``separate_roles`` gives trainers and engines nodes of their own.
+    None asks for the bundles' CPUs, but CPUS_OF_A_GPU a GPU at least. ``separate_roles`` gives trainers and engines nodes of their own;
+    those of engines have ``rollout_gpus_per_node``, where it is given. ``nodes`` takes that many of each group instead of the fewest.
     The device is ``placement.device``; auto is gpu when nodes have GPUs, whatever the machine that asks has.
-    Raises ConfigError when a bundle is larger than a node, when a node's CPUs do not suffice for its GPUs, and for a GPU run without GPUs.
+    Raises ConfigError when a bundle is larger than a node, when ``nodes`` do not hold the run, when a node's CPUs do not suffice for its
+    GPUs, and for a GPU run without GPUs.
     """
     require_at_least(0, gpus_per_node=gpus_per_node)
-    given = {"cpus_per_node": cpus_per_node, "memory_gib_per_node": memory_gib_per_node}
+    given = {"cpus_per_node": cpus_per_node, "memory_gib_per_node": memory_gib_per_node, "nodes": nodes}
     require_at_least(1, **{name: value for name, value in given.items() if value is not None})
     device = _device(config, gpus_per_node)
     bundles = placement_bundles(config, device)
     groups = []
     for role, members in _by_group(config, bundles, device, separate_roles).items():
-        _check_bundles(members, gpus_per_node, cpus_per_node)
-        nodes, gpus, cpus = _node_size(members, gpus_per_node if device == "gpu" else 0, cpus_per_node)
-        groups.append(NodeGroup(role=role, nodes=nodes, gpus=gpus, cpus=cpus, memory_gib=memory_gib_per_node, bundles=tuple(members)))
+        other = rollout_gpus_per_node if role == ROLLOUT_GROUP else None
+        size = _Size(
+            gpus=(gpus_per_node if other is None else other) if device == "gpu" else 0,
+            setting="gpus_per_node" if other is None else "rollout_gpus_per_node",
+            cpus=cpus_per_node,
+            cpus_of="" if role == SHARED_GROUP or not separate_roles else f" ({role} nodes; cpus_per_node is asked of all nodes alike)",
+        )
+        _check_bundles(members, size)
+        groups.append(_group(role, members, size, nodes, memory_gib_per_node))
     workers = config.reward_runner.workers if config.rewards else 0
     return JobNeeds(groups=tuple(groups), head_cpus=HEAD_CPUS + workers, device=device)
 
@@ -123,38 +135,64 @@ def _by_group(config: RunConfig, bundles: Sequence[Bundle], device: Device, sepa
     return {role: members for role, members in ((TRAINER_GROUP, others), (ROLLOUT_GROUP, rollouts)) if members}
 
 
-def _check_bundles(bundles: Sequence[Bundle], gpus_per_node: int, cpus_per_node: int | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    """What one node of a group may have; ``setting`` is the name of its GPUs, ``cpus_of`` says of which nodes a message speaks."""
+
+    gpus: int
+    setting: str
+    cpus: int | None
+    cpus_of: str
+
+
+def _check_bundles(bundles: Sequence[Bundle], size: _Size) -> None:
     """Raise ConfigError when one of them is larger than a node."""
     for bundle in bundles:
         gpus, cpus = _amounts(bundle)
-        if gpus > gpus_per_node:
+        if gpus > size.gpus:
             raise ConfigError(
-                f"the {bundle.role} bundle needs {gpus:g} GPUs on one node, but gpus_per_node={gpus_per_node}; "
-                f"set engine.tensor_parallel={gpus_per_node} or less, or ask for larger nodes"
+                f"the {bundle.role} bundle needs {gpus:g} GPUs on one node, but {size.setting}={size.gpus}; "
+                f"set engine.tensor_parallel={size.gpus} or less, or ask for larger nodes"
             )
-        if cpus_per_node is not None and cpus > cpus_per_node + _ROUNDING:
+        if size.cpus is not None and cpus > size.cpus + _ROUNDING:
             raise ConfigError(
-                f"the {bundle.role} bundle needs {cpus:g} CPUs on one node, but cpus_per_node={cpus_per_node}; lower "
+                f"the {bundle.role} bundle needs {cpus:g} CPUs on one node, but cpus_per_node={size.cpus}{size.cpus_of}; lower "
                 f"placement.trainer_cpus or placement.engine_cpus, or raise cpus_per_node to {math.ceil(cpus)} or more"
             )
 
 
-def _node_size(bundles: Sequence[Bundle], gpus_per_node: int, cpus_per_node: int | None) -> tuple[int, int, int]:
-    """Nodes, and the GPUs and CPUs of each. Raises ConfigError when GPUs would stand idle for want of CPUs."""
-    if gpus_per_node == 0:
-        nodes = 1 if cpus_per_node is None else _nodes(bundles, 0, cpus_per_node)
-        return nodes, 0, cpus_per_node or _least_cpus(bundles, nodes, 0)
-    nodes = _nodes(bundles, gpus_per_node, math.inf)
-    # Equal nodes: 12 ranks on nodes of 8 are two nodes of 6.
-    largest = math.ceil(max(_amounts(bundle)[0] for bundle in bundles))
-    gpus = next(size for size in range(largest, gpus_per_node + 1) if _nodes(bundles, size, math.inf) <= nodes)
+def _group(role: str, bundles: Sequence[Bundle], size: _Size, nodes: int | None, memory_gib: int | None) -> NodeGroup:
+    """The group of ``nodes`` (None: as few as can be). Raises ConfigError when they do not hold the bundles, or would leave GPUs idle."""
+    per_node = math.inf if size.gpus or size.cpus is None else size.cpus  # GPUs are scarce; CPUs follow from them
+    fewest = _nodes(bundles, size.gpus, per_node)
+    if nodes is None:
+        nodes = fewest
+    elif nodes < fewest:
+        homeless = next(bundle for bundle, node in _places(bundles, size.gpus, per_node) if node >= nodes)
+        cpus = "" if per_node == math.inf else f" and {per_node} CPUs"
+        raise ConfigError(
+            f"nodes={nodes} with {size.gpus} GPUs{cpus} each do not hold the run: {_named(homeless)} finds no place beside the others; "
+            f"set nodes={fewest}, or lower training.ranks or engine.count"
+        )
+    gpus = 0
+    if size.gpus:  # Equal nodes: 12 ranks on nodes of 8 are two nodes of 6.
+        largest = math.ceil(max(_amounts(bundle)[0] for bundle in bundles))
+        gpus = next(one for one in range(largest, size.gpus + 1) if _nodes(bundles, one, math.inf) <= nodes)
     least = _least_cpus(bundles, nodes, gpus)
-    if cpus_per_node is not None and _nodes(bundles, gpus, cpus_per_node) > nodes:
+    if size.cpus is not None and _nodes(bundles, gpus, size.cpus) > nodes:
         raise ConfigError(
             f"{len(bundles)} bundles fill {nodes} node(s) of {gpus} GPUs, where they need {least} CPUs a node, but "
-            f"cpus_per_node={cpus_per_node}; lower placement.trainer_cpus or placement.engine_cpus, or raise cpus_per_node"
+            f"cpus_per_node={size.cpus}{size.cpus_of}; lower placement.trainer_cpus or placement.engine_cpus, or raise cpus_per_node"
         )
-    return nodes, gpus, cpus_per_node or max(least, CPUS_OF_A_GPU * gpus)
+    return NodeGroup(
+        role=role, nodes=nodes, gpus=gpus, cpus=size.cpus or max(least, CPUS_OF_A_GPU * gpus), bundle_cpus=least,
+        memory_gib=memory_gib, bundles=tuple(bundles),
+    )  # fmt: skip
+
+
+def _named(bundle: Bundle) -> str:
+    amounts = ", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.resources.items(), reverse=True) if amount)
+    return f"{bundle.role} {bundle.index} ({amounts})"
 
 
 def _least_cpus(bundles: Sequence[Bundle], nodes: int, gpus: int) -> int:
@@ -165,9 +203,16 @@ def _least_cpus(bundles: Sequence[Bundle], nodes: int, gpus: int) -> int:
 
 
 def _nodes(bundles: Sequence[Bundle], gpus: int, cpus: float) -> int:
-    """How many nodes of this size hold the bundles, none of which is larger: largest first, each on the first node with room."""
+    """How many nodes of this size hold the bundles, none of which is larger."""
+    return 1 + max(node for _, node in _places(bundles, gpus, cpus))
+
+
+def _places(bundles: Sequence[Bundle], gpus: int, cpus: float) -> list[tuple[Bundle, int]]:
+    """Each bundle with the number of its node: largest first, each on the first node with room."""
     free: list[tuple[float, float]] = []
-    for need in sorted((_amounts(bundle) for bundle in bundles), reverse=True):
+    places = []
+    for bundle in sorted(bundles, key=_amounts, reverse=True):
+        need = _amounts(bundle)
         room = (
             index for index, node in enumerate(free) if all(have + _ROUNDING >= amount for have, amount in zip(node, need, strict=True))
         )
@@ -176,7 +221,8 @@ def _nodes(bundles: Sequence[Bundle], gpus: int, cpus: float) -> int:
             place = len(free)
             free.append((gpus, cpus))
         free[place] = (free[place][0] - need[0], free[place][1] - need[1])
-    return len(free)
+        places.append((bundle, place))
+    return places
 
 
 def _amounts(bundle: Bundle) -> tuple[float, float]:

@@ -6,15 +6,17 @@ variables that the rest reads (``settings``). Everything of the user's is quoted
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from rlpost.config.derive import Bundle
+from rlpost.config.load import CONFIG_KEY, config_directories, find_config
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.needs import ROLLOUT_GROUP, JobNeeds, NodeGroup, job_needs, overrides_in_job
-from rlpost.jobs.slurm_settings import SlurmSettings, check_settings
+from rlpost.jobs.packaging import paths_of
+from rlpost.jobs.slurm_settings import ROLLOUT_SETTINGS, SlurmSettings, check_settings
 from rlpost.types import ConfigError
 
 TEMPLATE = "slurm/job.sbatch"
@@ -22,7 +24,8 @@ TEMPLATE = "slurm/job.sbatch"
 SIGNAL_RESERVE_S = 60
 """The script ends 45 s before the limit, to end Ray and to requeue. (The signal comes up to a minute earlier than asked for, not later.)"""
 
-_ROUNDING = 1e-6
+MOST_SHARED_CPUS = 100
+"""Of a node that is shared: Ray starts a process for each at once, and their ports are the 120 that the script gives it."""
 
 
 def render(config: RunConfig, words: Sequence[str], settings: SlurmSettings) -> str:
@@ -63,12 +66,27 @@ def check(config: RunConfig, settings: SlurmSettings, *, step_s: float | None = 
     """
     check_settings(settings, config)
     needs = slurm_needs(config, settings)
-    if settings.nodes is not None:
-        _check_nodes(needs.groups[0], settings.nodes, settings)
-    return list(_warnings(config, settings, step_s))
+    most = max(_node_cpus(index, needs, settings) for index in range(len(needs.groups)))
+    if not settings.exclusive and most > MOST_SHARED_CPUS:
+        raise ConfigError(
+            f"exclusive=false with {most} CPUs of a node, but on a shared node Ray has ports for {MOST_SHARED_CPUS}; "
+            f"set exclusive=true, or cpus_per_node={MOST_SHARED_CPUS} or less"
+        )
+    return list(_warnings(config, needs, settings, step_s))
 
 
-def _warnings(config: RunConfig, settings: SlurmSettings, step_s: float | None) -> Iterator[str]:
+def _warnings(config: RunConfig, needs: JobNeeds, settings: SlurmSettings, step_s: float | None) -> Iterator[str]:
+    wanted = needs.groups[0].bundle_cpus + needs.head_cpus
+    if settings.cpus_per_node is not None and settings.cpus_per_node < wanted:
+        yield (
+            f"cpus_per_node={settings.cpus_per_node}, but the first node's parts need {needs.groups[0].bundle_cpus} CPUs, the driver and "
+            f"its reward workers {needs.head_cpus}: they share cores; raise cpus_per_node to {wanted}"
+        )
+    if settings.export and "PATH" not in settings.export and not settings.setup and settings.container is None:
+        yield (
+            f"export=[{','.join(settings.export)}] gives the job these variables and a login's alone: an environment that is activated "
+            "in this shell is not found there; set setup=[source .../bin/activate], or add PATH to export"
+        )
     if settings.signal_s:
         time_left = settings.signal_s - SIGNAL_RESERVE_S
         if time_left < (step_s or 1.0):
@@ -88,18 +106,21 @@ def _warnings(config: RunConfig, settings: SlurmSettings, step_s: float | None) 
 
 
 def slurm_needs(config: RunConfig, settings: SlurmSettings) -> JobNeeds:
-    """Groups of nodes; those of rollout engines may be of another kind. Raises ConfigError."""
-    gpus = settings.gpus_per_node or 0
-    common = {"cpus_per_node": settings.cpus_per_node, "memory_gib_per_node": settings.memory_gib or None}
-    needs = job_needs(config, gpus_per_node=gpus, separate_roles=settings.separate_roles, **common)
-    other = settings.rollout_gpus_per_node
-    if other is None:
-        return needs
-    rollout = job_needs(config, gpus_per_node=other, separate_roles=True, **common)
-    groups = [
-        next(one for one in (rollout if group.role == ROLLOUT_GROUP else needs).groups if one.role == group.role) for group in needs.groups
-    ]
-    return JobNeeds(groups=tuple(groups), head_cpus=needs.head_cpus, device=needs.device)
+    """Groups of nodes; those of rollout engines may be of another kind. Raises ConfigError as job_needs does, and for settings of
+    rollout nodes where the run has none."""
+    needs = job_needs(
+        config,
+        gpus_per_node=settings.gpus_per_node or 0,
+        cpus_per_node=settings.cpus_per_node,
+        memory_gib_per_node=settings.memory_gib or None,
+        separate_roles=settings.separate_roles,
+        rollout_gpus_per_node=settings.rollout_gpus_per_node,
+        nodes=settings.nodes,
+    )
+    given = [name for name in ROLLOUT_SETTINGS if getattr(settings, name) is not None]
+    if given and all(group.role != ROLLOUT_GROUP for group in needs.groups):
+        raise ConfigError(f"{', '.join(given)} given, but the run has no rollout engines; leave it out")
+    return needs
 
 
 def _node_gpus(group: NodeGroup, settings: SlurmSettings) -> int:
@@ -117,37 +138,14 @@ def _node_cpus(index: int, needs: JobNeeds, settings: SlurmSettings) -> int:
     return needs.groups[index].cpus + (needs.head_cpus if index == 0 else 0)
 
 
-def _check_nodes(group: NodeGroup, nodes: int, settings: SlurmSettings) -> None:
-    """Raise ConfigError when ``nodes`` nodes do not hold the run; it names the first bundle, largest first, that finds no place."""
-    gpus = _node_gpus(group, settings)
-    free = [{"GPU": float(gpus), "CPU": float(group.cpus)} for _ in range(nodes)]
-    for bundle in sorted(group.bundles, key=lambda one: [-one.resources.get(name, 0.0) for name in ("GPU", "CPU")]):
-        place = next((node for node in free if all(node.get(n, 0.0) + _ROUNDING >= a for n, a in bundle.resources.items())), None)
-        if place is None:
-            raise ConfigError(
-                f"nodes={nodes} with {gpus} GPUs and {group.cpus} CPUs each do not hold the run: {_named(bundle)} finds no place beside "
-                f"the others; set nodes={group.nodes}, or lower training.ranks or engine.count"
-            )
-        for name, amount in bundle.resources.items():
-            place[name] -= amount
-
-
-def _named(bundle: Bundle) -> str:
-    amounts = ", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.resources.items(), reverse=True) if amount)
-    return f"{bundle.role} {bundle.index} ({amounts})"
-
-
-def _node_count(group: NodeGroup, settings: SlurmSettings) -> int:
-    return group.nodes if settings.nodes is None else settings.nodes
-
-
-def _job_name(config: RunConfig, settings: SlurmSettings) -> str:
+def job_name(config: RunConfig, settings: SlurmSettings) -> str:
+    """Slurm's name for the job, without what Slurm would read as something else."""
     return settings.job_name or re.sub(r"[^A-Za-z0-9._-]+", "-", config.name)
 
 
 def _header(config: RunConfig, needs: JobNeeds, settings: SlurmSettings) -> Iterator[str]:
     """The ``#SBATCH`` lines. What stands only in the first component of a heterogeneous job, Slurm takes for the others too."""
-    yield f"#SBATCH --job-name={_job_name(config, settings)}"
+    yield f"#SBATCH --job-name={job_name(config, settings)}"
     for index, group in enumerate(needs.groups):
         if index:
             yield "#SBATCH hetjob"
@@ -157,7 +155,7 @@ def _header(config: RunConfig, needs: JobNeeds, settings: SlurmSettings) -> Iter
             "constraint": (settings.rollout_constraint if rollout else None) or settings.constraint,
             "account": None if index else settings.account,
             "qos": None if index else settings.qos,
-            "nodes": _node_count(group, settings),
+            "nodes": group.nodes,
             "ntasks-per-node": 1,
             "cpus-per-task": _node_cpus(index, needs, settings),
             "gpus-per-node": _node_gpus(group, settings) or None,
@@ -178,22 +176,24 @@ def _job_lines(settings: SlurmSettings) -> Iterator[str]:
     yield "#SBATCH --open-mode=append"
     yield f"#SBATCH --chdir={settings.directory}"
     yield f"#SBATCH --output={settings.logs}/%x-%j.log"
-    if settings.export:
-        yield f"#SBATCH --export={','.join(settings.export)}"
+    yield f"#SBATCH --export={','.join(settings.export) or 'ALL'}"
     yield from (f"#SBATCH {line}" for line in settings.extra)
 
 
 def _settings(config: RunConfig, words: Sequence[str], needs: JobNeeds, settings: SlurmSettings) -> Iterator[str]:
     """Variables of the script, and the lines that prepare its shell."""
     groups = range(len(needs.groups))
-    yield from settings.setup
-    common = [*words, *overrides_in_job(config, needs.device)]
+    if settings.setup:
+        yield _SETUP_TRAP
+        yield from settings.setup
+        yield "trap - ERR"
+    common = [*job_words(words), *overrides_in_job(config, needs.device)]
     yield _array("COMMAND", _quoted("python", "-m", "rlpost.train", *common), *_run_directory(config, settings))
     doctor = _quoted("python", "-m", "rlpost.doctor", "cluster", *common, f"output_dir={_output_directory(config, settings)}")
     yield _array("PREFLIGHT", *([doctor] if settings.preflight else []))
     yield f"LOGS={shlex.quote(settings.logs)}"
     yield _array("GROUP_ROLES", *(group.role for group in needs.groups)) + " # one entry a component of a heterogeneous job"
-    yield _array("GROUP_NODES", *(str(_node_count(group, settings)) for group in needs.groups))
+    yield _array("GROUP_NODES", *(str(group.nodes) for group in needs.groups))
     yield _array("GROUP_CPUS", *(str(_node_cpus(index, needs, settings)) for index in groups))
     yield _array("GROUP_GPUS", *(str(_node_gpus(group, settings)) for group in needs.groups))
     yield f"SHARED_NODES={int(not settings.exclusive)}"
@@ -203,6 +203,60 @@ def _settings(config: RunConfig, words: Sequence[str], needs: JobNeeds, settings
     pyxis, inside = _container(config, needs, settings)
     yield _array("CONTAINER", _quoted(*pyxis)) + " # options of srun (Pyxis)"
     yield _array("INSIDE", _quoted(*inside)) + " # a command that runs another in a container (Apptainer)"
+
+
+_SETUP_TRAP = """trap '((${#BASH_SOURCE[@]} > 1)) || { echo "a line of setup failed: $BASH_COMMAND"; exit 1; }' ERR"""
+"""Not in the files that a line reads, which may go on after a command that fails."""
+
+
+def job_words(words: Sequence[str]) -> list[str]:
+    """The words, with the configuration's file by its absolute path, or by its name when it comes with rlpost."""
+    return [f"{CONFIG_KEY}={_job_source(word)}" if _is_config(word) else word for word in words]
+
+
+def _job_source(word: str) -> str:
+    source = _source(word)
+    return source.stem if _is_shipped(source) else str(source)
+
+
+def _is_config(word: str) -> bool:
+    return word.partition("=")[0].strip() == CONFIG_KEY
+
+
+def _is_shipped(source: Path) -> bool:
+    return source.parent == config_directories()[-1]
+
+
+def _source(word: str) -> Path:
+    """The file of a ``config=...``, by the links by which it was named: the nodes may not know what they lead to."""
+    name = word.partition("=")[2].strip()
+    found, given = find_config(name), Path(os.path.abspath(Path(name).expanduser()))
+    return given if given.resolve() == found else found
+
+
+def path_warnings(config: RunConfig, words: Sequence[str], settings: SlurmSettings) -> Iterator[str]:
+    """What the run names in the file system and would not find in the job: by a relative path, or in the container."""
+    here = Path.cwd()
+    [source] = [_source(word) for word in words if _is_config(word)]
+    named = paths_of(config, here)
+    if named.inside and Path(settings.directory).resolve() != here:
+        yield (
+            f"{_pairs(named.inside)} was checked in {here}, and the job looks for it in {settings.directory}; "
+            "start launch there, or give absolute paths"
+        )
+    own = {} if _is_shipped(source) else {CONFIG_KEY: str(source)}
+    inside = [[part for part in mount.split(":") if part.startswith("/")][-1] for mount in _mounts(config, settings)]
+    hidden = {key: path for key, path in {**own, **named.absolute}.items() if not _is_below(path, inside)}
+    if settings.container is not None and hidden:
+        yield f"{_pairs(hidden)} is not in the container; add it to container_mounts"
+
+
+def _is_below(path: str, directories: Sequence[str]) -> bool:
+    return any(Path(path).expanduser().is_relative_to(one) for one in directories)
+
+
+def _pairs(paths: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={path}" for key, path in paths.items())
 
 
 def _array(name: str, *texts: str) -> str:
@@ -225,16 +279,21 @@ def _run_directory(config: RunConfig, settings: SlurmSettings) -> Iterator[str]:
 
 
 def _container(config: RunConfig, needs: JobNeeds, settings: SlurmSettings) -> tuple[list[str], list[str]]:
-    """Options of srun, and the command around the program on a node. Directories that the job writes to are mounted."""
+    """Options of srun, and the command around the program on a node."""
     if settings.container is None:
         return [], []
-    places = [settings.directory, settings.logs, config.run_dir and str(PurePosixPath(config.run_dir).parent)]
-    places.append(_output_directory(config, settings))
-    own = [place for place in dict.fromkeys(places) if place]
-    covered = [place for place in own if not any(place != other and PurePosixPath(place).is_relative_to(other) for other in own)]
-    mounts = ",".join([*(f"{place}:{place}" for place in covered), *settings.container_mounts])
+    mounts = ",".join(_mounts(config, settings))
     if settings.container_runtime == "pyxis":
         directory = f"--container-workdir={settings.directory}"
         return [f"--container-image={settings.container}", f"--container-mounts={mounts}", directory], []
     gpus = ["--nv"] if needs.device == "gpu" else []
     return [], ["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", settings.directory, settings.container]
+
+
+def _mounts(config: RunConfig, settings: SlurmSettings) -> list[str]:
+    """HOST:CONTAINER paths: the directories that the job writes to, then the user's."""
+    places = [settings.directory, settings.logs, config.run_dir and str(PurePosixPath(config.run_dir).parent)]
+    places.append(_output_directory(config, settings))
+    own = [place for place in dict.fromkeys(places) if place]
+    covered = [place for place in own if not any(place != other and PurePosixPath(place).is_relative_to(other) for other in own)]
+    return [*(f"{place}:{place}" for place in covered), *settings.container_mounts]

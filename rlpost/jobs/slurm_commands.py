@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlpost.config.schema import RunConfig
-from rlpost.jobs.slurm import check, render
+from rlpost.jobs.slurm import check, job_name, path_warnings, render
 from rlpost.jobs.slurm_settings import SlurmSettings
 from rlpost.types import ConfigError
 
@@ -24,7 +25,9 @@ ASK_S = 5.0
 COMPLETING_S = 60.0
 """Slurm has ended a job by then, unless a node does not answer."""
 
-ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"})
+ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+)
 """States in which a job stays; one that is requeued is COMPLETING until it is PENDING again."""
 
 REASONS = {
@@ -58,8 +61,8 @@ def files(config: RunConfig, words: Sequence[str], settings: SlurmSettings) -> d
 
 
 def warnings(config: RunConfig, words: Sequence[str], settings: SlurmSettings, step_s: float | None) -> list[str]:
-    """See :func:`~rlpost.jobs.slurm.check`."""
-    return check(config, settings, step_s=step_s)
+    """See :func:`~rlpost.jobs.slurm.check` and :func:`~rlpost.jobs.slurm.path_warnings`."""
+    return [*check(config, settings, step_s=step_s), *path_warnings(config, words, settings)]
 
 
 def ask(paths: Sequence[Path], settings: SlurmSettings) -> str | None:
@@ -77,7 +80,10 @@ def ask(paths: Sequence[Path], settings: SlurmSettings) -> str | None:
 
 
 def submit(paths: Sequence[Path], config: RunConfig, settings: SlurmSettings, say: Callable[[str], None]) -> str:
-    """Give the script to sbatch; the job's id. Raises ConfigError when there is no sbatch, or with what it said."""
+    """Give the script to sbatch; the job's id. Raises ConfigError when there is no sbatch, with what it said, and for a variable of
+    ``export`` that this shell does not have."""
+    if missing := [name for name in settings.export if name not in os.environ]:
+        raise ConfigError(f"export has {', '.join(missing)}, which is not set in this shell; set it, or leave it out")
     try:
         Path(settings.logs).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,7 +93,7 @@ def submit(paths: Sequence[Path], config: RunConfig, settings: SlurmSettings, sa
         ) from error
     (path,) = paths
     job = _call("sbatch", "--parsable", str(path)).strip().split(";")[0]
-    say(f"its log: {_job(job)[0]['StdOut']}")
+    say(f"its log: {settings.logs}/{job_name(config, settings)}-{job}.log")
     for what, option in (("how it is", "--status"), ("follow its log", "--logs"), ("save and stop", "--stop")):
         say(f"{what}: python -m rlpost.launch slurm {option} {job}")
     return job
@@ -96,15 +102,17 @@ def submit(paths: Sequence[Path], config: RunConfig, settings: SlurmSettings, sa
 def status(job: str, settings: SlurmSettings) -> str:
     """A line for each component of the job: its state, its nodes or why it waits, how often it was restarted; then where its log is."""
     components = _job(job)
-    return "\n".join([*(_described(one) for one in components), f"log: {components[0]['StdOut']}"])
+    return "\n".join([*(_described(one) for one in components), f"log: {components[0].get('StdOut', 'none')}"])
 
 
 def logs(job: str, settings: SlurmSettings, follow: bool) -> int:
     """Print the job's log; ``follow``: on until the job has ended, over requeues too. The job's exit code, 0 while it has none.
 
-    Raises ConfigError for a job that has ended without a log that is seen from here.
+    Raises ConfigError for a job without a log, and one that has ended without a log that is seen from here.
     """
     known = _job(job)[0]
+    if "StdOut" not in known:
+        raise ConfigError(f"{_described(known)}; it has no log, as sbatch did not submit it (salloc, srun); give the id of another job")
     path, place, asked = Path(known["StdOut"]), 0, time.monotonic()
     while True:
         ended = known["JobState"] in ENDED
@@ -201,7 +209,9 @@ def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             "or write the script with --out DIRECTORY and run sbatch there"
         ) from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{program} has not answered within {COMMAND_TIMEOUT_S} s; is Slurm up? (sinfo); try again") from None
+        submits = program == "sbatch" and "--test-only" not in arguments
+        then = "it may have been submitted; look with squeue --me first" if submits else "try again"
+        raise ConfigError(f"{program} has not answered within {COMMAND_TIMEOUT_S} s; is Slurm up? (sinfo); {then}") from None
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

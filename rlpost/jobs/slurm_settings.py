@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from rlpost.config.fields import Place, children, clean, joined
 from rlpost.config.schema import RunConfig, option
-from rlpost.jobs.secrets import assigned_secret, secret_keys
+from rlpost.jobs.secrets import assigned_secret, secret_keys, shows_secret
 from rlpost.types import ConfigError
 
 LATEST_SIGNAL_S = 65535
 """The largest that sbatch takes."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+_INTERFACE = re.compile(r"[A-Za-z0-9._@:-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _OWN_OPTIONS = {
@@ -28,6 +29,8 @@ _OWN_OPTIONS = {
     "output": "log_directory", "o": "log_directory",
 }  # fmt: skip
 """Options of sbatch that a setting writes."""
+
+ROLLOUT_SETTINGS = ("rollout_partition", "rollout_constraint", "rollout_gpus_per_node")
 
 _TASK_OPTIONS = ("ntasks", "n", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "array", "a")
 
@@ -50,7 +53,8 @@ class SlurmSettings:
     time_limit: str = option("24:00:00", "Time limit as sbatch takes it: MINUTES, HH:MM:SS, DAYS-HH ...")
     gpus_per_node: int | None = option(None, "GPUs that one node has; 0 for a run on CPUs.")
     cpus_per_node: int | None = option(
-        None, "CPUs to ask of each node; null asks for what the parts and the driver need, at least 4 a GPU."
+        None,
+        "CPUs to ask of each node, trainer and rollout nodes alike; null asks for what the parts and the driver need, at least 4 a GPU.",
     )
     memory_gib: int | None = option(None, "Memory to ask of each node in GiB; null is the cluster's default, 0 all of the node's.")
     nodes: int | None = option(None, "Nodes; null takes as few as hold the run. Not with separate_roles.")
@@ -66,13 +70,21 @@ class SlurmSettings:
     )
     requeue: bool = option(True, "Start a job again that was stopped, pre-empted or lost a node; it resumes.")
     max_requeues: int = option(50, "How often the job is started again after it has stopped and saved.")
-    export: list[str] = option([], "Names of variables of this shell that the job gets, secrets too; values are never written.")
-    setup: list[str] = option([], "Lines of the script that prepare its shell: module load ..., source .../bin/activate.")
+    export: list[str] = option(
+        [],
+        "Names of variables of this shell that the job gets, secrets too, with those of a login; without any, it gets this whole shell's "
+        "(sbatch keeps them). The script has no values.",
+    )
+    setup: list[str] = option(
+        [],
+        "Lines of the script that prepare its shell: module load ..., source .../bin/activate; one that fails ends the job. With export "
+        "it has only a login's PATH before them, else this shell's.",
+    )
     container: str | None = option(None, "Container image that all but the batch script runs in.")
     container_runtime: str = option(
         "pyxis", "Who runs the container: srun's plugin (pyxis, with enroot), or apptainer.", ("pyxis", "apptainer")
     )
-    container_mounts: list[str] = option([], "HOST:CONTAINER paths besides the working, log and run directories.")
+    container_mounts: list[str] = option([], "HOST:CONTAINER paths besides the working, log and run directories: data, models, HF_HOME.")
     interface: str | None = option(None, "Network interface of Ray, NCCL's sockets and gloo; null leaves it to them.")
     join_timeout_s: int = option(600, "Deadline for all nodes to have joined Ray.")
     preflight: bool = option(True, "Run `rlpost.doctor cluster` before the training; what it finds failed ends the job.")
@@ -162,11 +174,13 @@ def _texts(settings: SlurmSettings) -> Iterator[str]:
     """What goes into lines that Slurm parses, not the shell."""
     if settings.job_name is not None and not _NAME.fullmatch(settings.job_name):
         yield f"job_name is {settings.job_name!r}, expected letters, digits, dots, dashes and underscores; rename it"
-    single = ("partition", "account", "qos", "constraint", "rollout_partition", "rollout_constraint", "interface", "container")
+    single = ("partition", "account", "qos", "constraint", "rollout_partition", "rollout_constraint", "container")
     values = {name: getattr(settings, name) for name in (*single, "log_directory")} | {"working_directory": settings.directory}
     for name, value in values.items():
         if value is not None and (not value or any(character in value for character in "\n\"'\\") or " " in value):
             yield f"{name} is {value!r}, expected text without spaces, quotes and line ends; change {name}"
+    if settings.interface is not None and not _INTERFACE.fullmatch(settings.interface):
+        yield f"interface is {settings.interface!r}, expected the name of a network interface, such as ib0; change it"
     for name in settings.export:
         if "=" in name:
             variable = name.partition("=")[0]
@@ -187,7 +201,9 @@ def _extras(settings: SlurmSettings) -> Iterator[str]:
             yield f"extra has {line!r}, expected an option of sbatch, such as --reservation=NAME; change it"
             continue
         name = match[1] or match[2]
-        if name in _TASK_OPTIONS:
+        if name in ("wait", "W"):
+            yield f"extra has {line}, with which sbatch would wait for the job's end; leave it out, and give --follow"
+        elif name in _TASK_OPTIONS:
             yield f"extra has {line}, but the job has one task a node, which starts Ray there; leave it out"
         elif name in _OWN_OPTIONS:
             yield f"extra has {line}, which a setting writes; set {_OWN_OPTIONS[name]} instead"
@@ -198,7 +214,7 @@ def _roles(settings: SlurmSettings) -> Iterator[str]:
         if settings.nodes is not None:
             yield "nodes is given with separate_roles, where each role has its own number of nodes; leave nodes out"
         return
-    for name in ("rollout_partition", "rollout_constraint", "rollout_gpus_per_node"):
+    for name in ROLLOUT_SETTINGS:
         if getattr(settings, name) is not None:
             yield f"{name} is given, but trainers and engines share nodes; set separate_roles=true, or leave {name} out"
 
@@ -208,6 +224,8 @@ def _secrets(settings: SlurmSettings, config: RunConfig) -> Iterator[str]:
     for line in [*settings.setup, *settings.extra]:
         if name := assigned_secret(line):
             yield f"a line of the script sets {name}, which reads like a secret; set it in your shell and give its name: export=[{name}]"
+        elif shows_secret(line):
+            yield "a line of the script holds a key, or a URL with a password; let it read a variable of your shell: export=[NAME]"
     for key in secret_keys(config):
         yield (
             f"the run's {key} reads like a secret, and would stand in the script; let the code read an environment variable, and give its "

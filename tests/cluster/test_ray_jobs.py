@@ -140,7 +140,8 @@ def test_a_job_uses_both_nodes_saves_when_it_is_stopped_and_the_same_name_resume
     newest, _ = find_newest(run_dir)
     assert done >= 2 and newest is not None and newest.name.endswith(str(done))
 
-    output = project.launch(*project.run_words(f"schedule.steps={done + 2}"), "--follow")
+    output = project.launch(*project.run_words(f"schedule.steps={done + 2}", "preflight=true"), "--follow")
+    assert 0 < output.index("checks: ") < output.index(", 0 failed") < output.index("resuming"), "the doctor looked first"
     assert f"resuming {run_dir} from {newest.name}" in output and f"step {done + 2}/{done + 2}" in output
     assert "SUCCEEDED" in output
     assert [record["step"] for record in step_records(run_dir)] == list(range(1, done + 3))

@@ -68,6 +68,31 @@ def test_colocated_engines_and_ranks_share_their_gpus_and_cannot_be_separated() 
         job_needs(config, gpus_per_node=8, separate_roles=True)
 
 
+def test_nodes_of_rollout_engines_may_be_larger_than_those_of_trainers() -> None:
+    config = multinode("engine.tensor_parallel=8", "engine.count=2", "training.ranks=16")
+    needs = job_needs(config, gpus_per_node=4, rollout_gpus_per_node=8, separate_roles=True)
+    assert shapes(needs) == [("trainer", 4, 4), ("rollout", 2, 8)]
+    with pytest.raises(ConfigError, match=r"engine bundle needs 8 GPUs on one node, but rollout_gpus_per_node=4"):
+        job_needs(config, gpus_per_node=8, rollout_gpus_per_node=4, separate_roles=True)
+
+
+def test_cpus_that_do_not_suffice_for_one_kind_of_nodes_are_said_to_be_of_both() -> None:
+    config = multinode("engine.count=2")
+    with pytest.raises(
+        ConfigError, match=r"need 32 CPUs a node, but cpus_per_node=16 \(trainer nodes; cpus_per_node is asked of all nodes"
+    ):
+        job_needs(config, gpus_per_node=8, cpus_per_node=16, separate_roles=True)
+
+
+def test_given_nodes_are_asked_only_for_their_part_of_the_run() -> None:
+    few = multinode("training.ranks=4", "engine.count=2")  # 8 GPUs
+    assert [(g.nodes, g.gpus, g.cpus) for g in job_needs(few, gpus_per_node=8, nodes=2).groups] == [(2, 4, 16)]
+    cpu = multinode("placement.device=cpu")  # 24 bundles of 4 CPUs
+    assert [(g.nodes, g.cpus, g.bundle_cpus) for g in job_needs(cpu, gpus_per_node=0, nodes=3).groups] == [(3, 32, 32)]
+    with pytest.raises(ConfigError, match=r"nodes=3 with 0 GPUs and 16 CPUs each do not hold the run.*set nodes=6"):
+        job_needs(cpu, gpus_per_node=0, cpus_per_node=16, nodes=3)
+
+
 def test_whoever_computes_gradients_or_scores_stands_with_the_trainers() -> None:
     config = multinode("algorithm.kl_coefficient=0.1", "algorithm.reference=actor", "algorithm.name=ppo", "algorithm.critic.ranks=4")
     config.rewards.append(RewardConfig(model="reward-model"))

@@ -22,7 +22,7 @@ from rlpost.cluster.layout import ROLE_LABEL, refused_label
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.needs import ROLLOUT_GROUP, TRAINER_GROUP, job_needs
-from rlpost.jobs.slurm import check, render, template
+from rlpost.jobs.slurm import check, path_warnings, render, template
 from rlpost.jobs.slurm_settings import SlurmSettings, seconds_of
 from rlpost.types import ConfigError
 
@@ -185,6 +185,22 @@ def test_shared_nodes_are_asked_only_for_what_is_needed() -> None:
     assert {"--gpus-per-node=8", "--exclusive"} <= set(directives(rendered(words))[0])
 
 
+def test_larger_rollout_nodes_hold_larger_engines() -> None:
+    words = [*MULTINODE, "engine.tensor_parallel=8", "engine.count=2", "training.ranks=16"]
+    text = rendered(words, separate_roles=True, gpus_per_node=4, rollout_gpus_per_node=8)
+    assert "\nGROUP_NODES=(4 2)\n" in text and "\nGROUP_GPUS=(4 8)\n" in text
+
+
+def test_given_nodes_that_are_shared_are_asked_only_for_their_part() -> None:
+    words = [*MULTINODE, "training.ranks=4", "engine.count=2"]
+    assert {"--nodes=2", "--gpus-per-node=4"} <= set(directives(rendered(words, exclusive=False, nodes=2))[0])
+
+
+def test_a_job_without_names_to_export_says_that_it_gets_all() -> None:
+    """sbatch's default, which SBATCH_EXPORT of a site may change."""
+    assert "--export=ALL" in directives(rendered())[0]
+
+
 def test_words_reach_the_command_as_they_were_given() -> None:
     nasty = ['name=it\'s "a" $HOME `id` \\1 \\n', "data.train=/data/with space/*.jsonl"]
     command = array(rendered([*TINY, *nasty], gpus_per_node=0), "COMMAND")
@@ -212,6 +228,7 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     ([], {"export": ["HF_TOKEN=hf_abc"]}, r"export has a value for HF_TOKEN.*give the name alone: export=\[HF_TOKEN\]"),
     ([], {"setup": ["export HF_TOKEN=hf_abc"]}, r"sets HF_TOKEN.*export=\[HF_TOKEN\]"),
     ([], {"extra": ["--comment=API_KEY=abc"]}, r"sets API_KEY"),
+    ([], {"setup": ["pip install --index-url https://me:hunter2@host/simple x"]}, r"holds a key, or a URL with a password"),
     (["environment.options.api_key=abc"], {}, r"environment.options.api_key reads like a secret.*export=\[NAME\]"),
     ([], {"time_limit": "10", "signal_s": 600}, r"signal_s=600 is not before the end.*time_limit=10 \(600 s\).*lower signal_s"),
     ([], {"signal_s": 70000, "time_limit": "3-0"}, r"sbatch takes at most 65535"),
@@ -230,6 +247,10 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     ([], {"rollout_partition": "l40s"}, r"set separate_roles=true"),
     ([], {"separate_roles": True, "nodes": 8}, r"leave nodes out"),
     ([], {"container_mounts": ["/data"]}, r"without a container"),
+    ([], {"extra": ["--wait"]}, r"extra has --wait, with which sbatch would wait.*--follow"),
+    ([], {"extra": ["-W"]}, r"extra has -W, with which"),
+    ([], {"interface": "ib0;id"}, r"interface is 'ib0;id', expected the name of a network interface"),
+    ([], {"exclusive": False, "cpus_per_node": 128}, r"exclusive=false with 128 CPUs of a node.*cpus_per_node=100 or less"),
     ([], {"nodes": 3}, r"nodes=3 with 8 GPUs .* do not hold the run: trainer 8 \(1 GPU, 4 CPU\) finds no place.*set nodes=4"),
     ([], {"nodes": 1}, r"engine 4 \(2 GPU, 4 CPU\) finds no place"),
     ([], {"gpus_per_node": 1}, r"engine bundle needs 2 GPUs on one node"),
@@ -269,6 +290,84 @@ def test_a_requeue_without_checkpoints_on_the_way_is_warned_of() -> None:
     assert len(warned) == 1 and "checkpoint.every=0" in warned[0]
 
 
+def test_cores_that_the_driver_shares_with_the_parts_are_warned_of() -> None:
+    config = config_of(MULTINODE)
+    most = job_needs(config, gpus_per_node=8).groups[0].bundle_cpus + job_needs(config, gpus_per_node=8).head_cpus
+    assert check(config, settings_with(cpus_per_node=most)) == []
+    warned = check(config, settings_with(cpus_per_node=most - 1))
+    assert len(warned) == 1 and f"they share cores; raise cpus_per_node to {most}" in warned[0]
+
+
+def test_an_environment_that_export_would_lose_is_warned_of() -> None:
+    config = config_of(MULTINODE)
+    warned = check(config, settings_with(export=["HF_TOKEN"]))
+    assert len(warned) == 1 and "set setup=[source .../bin/activate], or add PATH" in warned[0]
+    kept: list[dict[str, Any]] = [{"export": ["HF_TOKEN", "PATH"]}, {"setup": ["true"]}, {"container": "x"}]
+    assert [check(config, settings_with(**{"export": ["HF_TOKEN"], **values})) for values in kept] == [[], [], []]
+
+
+def test_settings_of_rollout_nodes_are_refused_for_a_run_without_engines() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_partition given, but the run has no rollout engines"):
+        check(config_of(["config=dpo_tiny"]), settings_with(gpus_per_node=0, separate_roles=True, rollout_partition="x"))
+
+
+# ---- what the run reads, found from the job --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which launch runs, with a configuration and its data."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "here" / "mine.yaml").write_text("base: grpo_tiny\n")
+    return tmp_path / "here"
+
+
+def path_lines(words: list[str], **values: Any) -> list[str]:
+    return list(path_warnings(load_config(words).config, words, settings_with(gpus_per_node=0, **values)))
+
+
+@pytest.mark.parametrize("name", ["./mine.yaml", "mine.yaml", "../here/mine.yaml"])
+def test_a_configuration_that_was_named_by_a_path_is_found_from_another_directory(here: Path, name: str) -> None:
+    words = [f"config={name}", "schedule.steps=2"]
+    text = render(load_config(words).config, words, settings_with(gpus_per_node=0))
+    for command in ("COMMAND", "PREFLIGHT"):
+        assert array(text, command)[3 + (command == "PREFLIGHT") :][:2] == [f"config={here}/mine.yaml", "schedule.steps=2"]
+
+
+def test_a_configuration_keeps_the_link_by_which_it_was_named(here: Path) -> None:
+    (here.parent / "link").symlink_to(here)
+    words = [f"config={here.parent}/link/mine.yaml"]
+    assert f"{words[0]} " in render(load_config(words).config, words, settings_with(gpus_per_node=0))
+
+
+def test_relative_paths_that_the_job_looks_for_elsewhere_are_warned_of(here: Path) -> None:
+    (here / "scores.py").write_text("")
+    words = ["config=mine.yaml", "data.train=./rows.jsonl", "rewards.0.function=scores:score"]
+    assert path_lines(words, working_directory=str(here)) == []
+    [line] = path_lines(words)
+    assert (
+        f"data.train=./rows.jsonl, rewards.0.function=scores.py was checked in {here}, and the job looks for it in /shared/rlpost" in line
+    )
+
+
+def test_a_relative_model_is_warned_of_where_the_job_looks_elsewhere(here: Path) -> None:
+    (here / "model").mkdir()
+    words = ["config=mine.yaml", "model.path=model"]
+    assert path_lines(words, working_directory=str(here)) == []
+    assert ["model.path=model" in line for line in path_lines(words)] == [True]
+
+
+def test_what_is_not_in_the_container_is_warned_of(here: Path) -> None:
+    words = ["config=mine.yaml", f"data.train={here}/rows.jsonl", "model.path=/models/x"]
+    assert path_lines(words) == []
+    [line] = path_lines(words, container="x", container_mounts=["/models:/weights:ro"])
+    assert line.startswith(f"config={here}/mine.yaml, ") and line.endswith("is not in the container; add it to container_mounts")
+    assert f"data.train={here}/rows.jsonl" in line and "model.path=/models/x" in line
+    assert path_lines(words, container="x", container_mounts=["/fast:/models", f"{here}:ro"]) == []
+
+
 # ---- ports -----------------------------------------------------------------------------------------------------------
 
 
@@ -289,14 +388,15 @@ def ports_of(job: int, node: int = 0, before: str = "") -> set[int]:
     given = {name: int(value) for name, value in re.findall(r"--([a-z-]+)=(\d+)", output.stdout)}
     low, high = given.pop("min-worker-port"), given.pop("max-worker-port")
     workers = set(range(low, high + 1))
-    assert len(workers) >= 100 and len(set(given.values()) - workers) == len(given) == 7
+    assert len(workers) >= 100 and len(set(given.values()) - workers) == len(given) == 8
+    assert "ray-client-server-port" in given  # 10001 unless told, with which two heads on a node, and other ports, collide
     return workers | set(given.values())
 
 
 def test_rays_of_jobs_and_nodes_that_share_a_host_get_different_ports() -> None:
-    blocks = [ports_of(job, node, NOTHING_LISTENS) for job in (4100, 4101, 4177) for node in (0, 1)]
+    blocks = [ports_of(job, node, NOTHING_LISTENS) for job in (0, 4100, 4101, 4177) for node in (0, 1)]
     assert len(set.union(*blocks)) == sum(len(block) for block in blocks)
-    assert min(min(block) for block in blocks) >= 10000 and max(max(block) for block in blocks) <= 32767
+    assert min(min(block) for block in blocks) > 10001 and max(max(block) for block in blocks) <= 32767
 
 
 def test_a_block_with_a_port_in_use_is_left_to_who_uses_it() -> None:
@@ -459,6 +559,27 @@ def test_an_allocation_of_another_size_is_refused(tmp_path: Path) -> None:
     code, output = job.end()
     assert code == 1 and "the allocation has 1 nodes (n1), but GROUP_NODES asks for 2" in output
     assert job.told("ray") == []
+
+
+def test_an_interface_without_an_address_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, {}, interface="none0")
+    code, output = job.end()
+    assert code == 1 and "no IPv4 address of n1 is found on its interface none0" in output
+    assert job.told("ray") == []
+
+
+def test_a_line_of_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, {"CODE": "0"}, setup=["source /no/such/activate"])
+    code, output = job.end()
+    assert code == 1 and "a line of setup failed: source /no/such/activate" in output
+    assert job.told("ray") == []
+
+
+def test_what_a_file_of_setup_tries_in_vain_does_not_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("false\nprobe() { false; }\nprobe\ntrue\n")
+    job = Job(tmp_path, {"CODE": "0"}, setup=[f"source {tmp_path}/profile"])
+    code, output = job.end()
+    assert code == 0, output
 
 
 SHOW_TOKEN = ['trap \'echo "$RAY_AUTH_MODE ${RAY_AUTH_TOKEN:-none}" >"$PLACE/token"\' EXIT']

@@ -69,6 +69,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
         ("PENDING", {"reason": "SomethingNew"}, "job 7 (grpo): PENDING (SomethingNew)\n"),
         ("FAILED", {"code": "75:0"}, "FAILED for 00:01:20 of 1-00:00:00 on n[1-4] with exit code 75\n"),
         ("CANCELLED", {"code": "0:9"}, "with exit code 137\n"),
+        ("REVOKED", {}, "with exit code 0\n"),
     ],
 )  # fmt: skip
 def test_status_says_how_a_job_is_and_why_it_waits(slurm: Slurm, state: str, values: dict[str, object], said: str) -> None:
@@ -96,6 +97,26 @@ def test_a_log_is_followed_over_a_requeue_to_the_end(slurm: Slurm, capsys: pytes
     reader.join(timeout=30)
     assert codes == [3]
     assert capsys.readouterr().out == "one\nsaved\ntwo\nend\n"
+
+
+def test_following_ends_with_a_job_that_stays_preempted(slurm: Slurm) -> None:
+    slurm.log.write_text("so far\n")
+    slurm.state("PREEMPTED", code="0:15")
+    codes: list[int] = []
+    threading.Thread(target=lambda: codes.append(slurm_commands.logs("7", SlurmSettings(), True)), daemon=True).start()
+    deadline = time.monotonic() + 10
+    while not codes and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert codes == [143]
+
+
+def test_a_job_without_a_log_is_said_to_have_none(slurm: Slurm) -> None:
+    """One of salloc."""
+    state = slurm.place / "state"
+    state.write_text(state.read_text().partition(" StdOut=")[0] + "\n")
+    assert slurm_commands.status("7", SlurmSettings()).endswith("\nlog: none")
+    with pytest.raises(ConfigError, match=r"job 7 \(grpo\): RUNNING.*it has no log, as sbatch did not submit it"):
+        slurm_commands.logs("7", SlurmSettings(), False)
 
 
 def test_a_log_that_is_not_followed_is_printed_as_far_as_it_is(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,15 +157,42 @@ def test_a_job_on_its_way_to_a_requeue_is_cancelled_when_it_waits(slurm: Slurm) 
     assert slurm.calls == ["scancel 7"] and "is cancelled" in said[0]
 
 
-def submitted(slurm: Slurm) -> str:
-    settings = SlurmSettings(log_directory=str(slurm.place / "made" / "logs"))
-    return slurm_commands.submit([slurm.place / "job.sbatch"], load_config(["config=grpo_tiny"]).config, settings, lambda line: None)
+def submitted(slurm: Slurm, said: list[str] | None = None, export: tuple[str, ...] = ()) -> str:
+    settings = SlurmSettings(log_directory=str(slurm.place / "made" / "logs"), export=list(export))
+    say = (said if said is not None else []).append
+    return slurm_commands.submit([slurm.place / "job.sbatch"], load_config(["config=grpo_tiny"]).config, settings, say)
 
 
 def test_a_submitted_job_has_its_log_directory(slurm: Slurm) -> None:
     slurm.program("sbatch", 'echo "7;cluster"')
     assert submitted(slurm) == "7"
     assert (slurm.place / "made" / "logs").is_dir()
+
+
+def test_the_id_of_a_submitted_job_is_told_when_the_controller_answers_no_more(slurm: Slurm) -> None:
+    slurm.program("sbatch", "echo 7")
+    slurm.program("scontrol", "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
+    said: list[str] = []
+    assert submitted(slurm, said) == "7"
+    assert said[0] == f"its log: {slurm.place}/made/logs/grpo_tiny-7.log"
+
+
+def test_a_submission_without_an_answer_is_not_to_be_repeated_blindly(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_commands, "COMMAND_TIMEOUT_S", 0.2)
+    slurm.program("sbatch", "exec sleep 60")
+    with pytest.raises(ConfigError, match=r"it may have been submitted; look with squeue --me first"):
+        submitted(slurm)
+    slurm.program("scontrol", "exec sleep 60")
+    with pytest.raises(ConfigError, match=r"try again"):
+        slurm_commands.status("7", SlurmSettings())
+
+
+def test_a_variable_that_this_shell_does_not_have_is_refused(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.program("sbatch", "echo 7")
+    monkeypatch.delenv("MISSING_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=r"export has MISSING_TOKEN, which is not set in this shell"):
+        submitted(slurm, export=("PLACE", "MISSING_TOKEN"))
+    assert submitted(slurm, export=("PLACE",)) == "7"
 
 
 def test_what_slurm_says_when_it_refuses_is_told(slurm: Slurm) -> None:
