@@ -78,6 +78,9 @@ class KubeSettings:
         "Who submits: the operator (HTTPMode), a pod whose log is the run's (K8sJobMode), or a container beside the head (SidecarMode).",
         ("HTTPMode", "K8sJobMode", "SidecarMode"),
     )
+    preflight: bool = option(
+        True, "Run `rlpost.doctor cluster` before the training; what it finds failed ends the job. Not with rollout_min, rollout_max."
+    )
     backoff_limit: int = option(3, "How often a failed job is started again, on a new cluster; it resumes.")
     ttl_s: int = option(0, "Seconds that the pods are kept after the end, to look at them; their GPUs stay taken.")
     active_deadline_s: int | None = option(None, "Seconds after which the job is ended; null never does.")
@@ -92,6 +95,11 @@ class KubeSettings:
     def autoscales(self) -> bool:
         """Whether Ray's autoscaler chooses the number of rollout nodes."""
         return self.rollout_min is not None or self.rollout_max is not None
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether the doctor looks at all nodes before the training. Not with an autoscaler: nodes may still come."""
+        return self.preflight and self.kind == "RayJob" and not self.autoscales
 
     def name_of(self, run: str) -> str:
         """The job's name: ``job_name``, else the run's in small letters, digits and dashes, beginning with a letter."""

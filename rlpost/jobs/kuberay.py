@@ -3,8 +3,8 @@
 Fields are those of KubeRay's API (ray.io/v1); labels and annotations of the gang schedulers are those of the pages on Kueue, Volcano and
 YuniKorn in Ray's documentation. Four things are not obvious:
 
-- The command is only ``python3 -m rlpost.train config=FILE``: what a job changes in the configuration stands in a file over it, because
-  the ways of submission differ in how they quote.
+- The command names files only: what a job changes in the configuration stands in a file over it, and the preflight before the training in
+  a script, because the ways of submission differ in how they quote.
 - The driver runs on the head (Ray puts jobs there), where nothing else is placed (``num-cpus: 0``).
 - When pods are told to end, the head's ``preStop`` sends SIGTERM to the driver and waits for it, and workers wait for the head, so that
   ranks are there while the checkpoint is written. ``ray job stop`` gives as much time (RAY_JOB_STOP_WAIT_TIME_S).
@@ -28,7 +28,18 @@ KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_ELASTIC = "kueue.x-k8s.io/elastic-job"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 CONFIG_DIRECTORY = "/etc/rlpost"
-RUN_FILE, JOB_FILE = "config.yaml", "job.yaml"
+RUN_FILE, JOB_FILE, SCRIPT_FILE = "config.yaml", "job.yaml", "run.sh"
+TRAIN = f"python3 -m rlpost.train config={CONFIG_DIRECTORY}/{JOB_FILE}"
+
+SCRIPT = f"""\
+# Looks at all nodes, then trains. What the doctor finds failed ends the job; told to stop meanwhile, there is nothing to save.
+python3 -m rlpost.doctor cluster config={CONFIG_DIRECTORY}/{JOB_FILE} &
+doctor=$!
+trap 'kill $doctor; exit 75' TERM
+wait $doctor || {{ code=$?; echo "preflight: no training (preflight=false leaves it out)"; exit $code; }}
+trap - TERM
+exec {TRAIN}
+"""
 
 STOP_DRIVER = (
     "for pid in $(grep -lzx 'rlpost[.]train' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3); "
@@ -119,6 +130,8 @@ def _config_map(name: str, config_yaml: str, config: RunConfig, needs: JobNeeds,
     if settings.autoscales:
         changes["placement"]["wait_for_nodes"] = True
     data = {RUN_FILE: config_yaml, JOB_FILE: yaml.safe_dump(changes, sort_keys=False)}
+    if settings.looks_first:
+        data[SCRIPT_FILE] = SCRIPT
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(_config_map_name(name), name, settings), "data": data}
 
 
@@ -129,7 +142,7 @@ def _config_map_name(name: str) -> str:
 def _job_spec(cluster: Manifest, settings: KubeSettings) -> Manifest:
     deadline = {"activeDeadlineSeconds": settings.active_deadline_s} if settings.active_deadline_s else {}
     return {
-        "entrypoint": f"python3 -m rlpost.train config={CONFIG_DIRECTORY}/{JOB_FILE}",
+        "entrypoint": f"bash {CONFIG_DIRECTORY}/{SCRIPT_FILE}" if settings.looks_first else TRAIN,
         "submissionMode": settings.submission,
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": settings.ttl_s,

@@ -6,11 +6,14 @@ them above this directory (they are no part of the project).
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +28,7 @@ from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.kube_schema import SCHEMAS, Schema, crd_schema
 from rlpost.jobs.kube_settings import KubeSettings
-from rlpost.jobs.kuberay import GPU, STOP_DRIVER, WAIT_FOR_HEAD, Manifest, render, to_yaml
+from rlpost.jobs.kuberay import GPU, SCRIPT, STOP_DRIVER, WAIT_FOR_HEAD, Manifest, render, to_yaml
 from rlpost.jobs.manifest_checks import NodeSize, amount, check_manifests, find_problems, node_problems
 from rlpost.types import ConfigError
 
@@ -163,14 +166,60 @@ def test_the_config_map_loads_as_the_run_that_joins_its_ray_and_resumes(tmp_path
     config_map, job = yaml.safe_load_all(text)
     for name, content in config_map["data"].items():
         (tmp_path / name).write_text(content)
-    entrypoint = job["spec"]["entrypoint"]
-    assert entrypoint == "python3 -m rlpost.train config=/etc/rlpost/job.yaml"
+    assert job["spec"]["entrypoint"] == "bash /etc/rlpost/run.sh"
+    assert config_map["data"]["run.sh"].endswith("exec python3 -m rlpost.train config=/etc/rlpost/job.yaml\n")
     inside = load_config([f"config={tmp_path / 'job.yaml'}"]).config
     assert (inside.run_dir, inside.resume, inside.placement.ray_address) == ("/workspace/runs/run-1", "auto", "auto")
     assert inside.placement.device == ("gpu" if size else "cpu")
     inside.run_dir, inside.resume = loaded.config.run_dir, loaded.config.resume
     inside.placement = loaded.config.placement
     assert inside == loaded.config
+
+
+@pytest.mark.parametrize("values", [{"preflight": False}, {"separate_roles": True, "rollout_min": 1}])
+def test_without_a_preflight_the_command_is_the_training_alone(values: dict[str, Any]) -> None:
+    """An autoscaler's nodes may still come: the doctor would miss them."""
+    config_map, job = rendered(**values)
+    assert job["spec"]["entrypoint"] == "python3 -m rlpost.train config=/etc/rlpost/job.yaml"
+    assert set(config_map["data"]) == {"config.yaml", "job.yaml"}
+
+
+PYTHON = """#!/bin/bash
+echo "$2" >>"$LOG"
+if [[ $2 == rlpost.train ]]; then exit 75; fi
+if [[ $DOCTOR == hangs ]]; then exec sleep 1000; fi
+exit "$DOCTOR"
+"""
+
+
+@pytest.mark.parametrize(("doctor", "code", "ran"), [("0", 75, ["rlpost.doctor", "rlpost.train"]), ("1", 1, ["rlpost.doctor"])])
+def test_the_doctor_looks_before_the_training_and_what_it_finds_failed_ends_the_job(
+    tmp_path: Path, doctor: str, code: int, ran: list[str]
+) -> None:
+    done = subprocess.run(["bash", "-c", SCRIPT], env=stand_in(tmp_path, doctor), check=False, timeout=30)
+    assert (done.returncode, (tmp_path / "log").read_text().split()) == (code, ran)
+
+
+def test_a_job_that_is_told_to_stop_during_its_preflight_ends_at_once_without_training(tmp_path: Path) -> None:
+    process = subprocess.Popen(["bash", "-c", SCRIPT], env=stand_in(tmp_path, "hangs"), start_new_session=True)
+    try:
+        while not (tmp_path / "log").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 75
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "log").read_text().split() == ["rlpost.doctor"]
+
+
+def stand_in(directory: Path, doctor: str) -> dict[str, str]:
+    """The environment of a shell whose python3 notes what it is asked for."""
+    program = directory / "python3"
+    program.write_text(PYTHON)
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "LOG": str(directory / "log"), "DOCTOR": doctor}
 
 
 def test_a_run_waits_for_nodes_of_the_autoscaler_instead_of_calling_the_cluster_too_small() -> None:
