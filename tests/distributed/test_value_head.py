@@ -344,4 +344,6 @@ def test_head_that_would_be_wrong_or_noise_is_refused(processes: RankProcesses, 
     everything = TrainingConfig(lora=LoraConfig(rank=2, targets="."))
     message = refusal(processes, settings_of(directory, training=everything))
     assert "training.lora.targets" in message and "score" in message
-    assert "cannot be loaded as a model with a value head" in refusal(processes, settings_of(tmp_path / "nowhere"))
+    assert f"has no model directory {tmp_path}/nowhere" in refusal(processes, settings_of(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    assert "cannot be loaded as a model with a value head" in refusal(processes, settings_of(tmp_path / "empty"))
