@@ -119,6 +119,7 @@ def nodes_of_actors(run_dir: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_job_uses_both_nodes_saves_when_it_is_stopped_and_the_same_name_resumes(project: Project) -> None:
     run_dir = project.shared / "mine"
     with project.launched(*project.run_words("schedule.steps=10000"), "--follow") as run:

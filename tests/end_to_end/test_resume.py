@@ -93,6 +93,7 @@ def gated(prompt, completion, answer):
 """
 
 
+@pytest.mark.slow
 def test_signal_saves_the_last_step_while_rollouts_take_long_and_the_resumed_run_is_the_same(command: Command, reference: Path) -> None:
     here = command.directory
     (here / "gated.py").write_text(GATED)
