@@ -35,6 +35,8 @@ RUN_DIRECTORY = "run_directory"
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 120.0
 RECONNECT_S = 0.5
+TALKATIVE = ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
+"""Loggers of Ray's client, which tell of each connection and package. Their handlers are others' too (a program's, pytest's)."""
 LEAST_RAY = (2, 60)
 """What rlpost needs on the cluster."""
 
@@ -278,8 +280,8 @@ def connect(settings: RaySettings, say: Callable[[str], None] | None = None) -> 
     import ray
     from ray.job_submission import JobSubmissionClient
 
-    for handler in logging.getLogger("ray").handlers:
-        handler.setLevel(logging.ERROR)  # it tells of each connection and package
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
     class Client(JobSubmissionClient):
         """Ray's own waits for ever."""

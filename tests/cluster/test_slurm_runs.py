@@ -169,8 +169,9 @@ def test_a_run_saves_before_its_time_limit_and_is_requeued(site: Site) -> None:
     job = site.launch("preflight=false", "schedule.steps=5000", "time_limit=3", "signal_s=80")
     site.wait_until(job, lambda: site.steps(job) > 0)
     site.slurm.wait_for(job, ("PENDING", *ENDED), RUN_TIMEOUT_S)
-    said = slurm_commands.status(job, SlurmSettings())
-    assert "PENDING (BeginTime): it may not start before" in said and "restarts: 1" in said
+    # Slurm gives the reason a moment after the state.
+    site.wait_until(job, lambda: "PENDING (BeginTime): it may not start before" in slurm_commands.status(job, SlurmSettings()))
+    assert "restarts: 1" in slurm_commands.status(job, SlurmSettings())
     assert newest_checkpoint(site.run(job)) == site.steps(job) > 0
     assert "TIME LIMIT" not in site.log(job)
     assert main(["slurm", "--stop", job]) == 0
