@@ -21,6 +21,7 @@ from rlpost.config.inputs import out_of_reach
 from rlpost.config.load import load_config
 from rlpost.config.options import option_help, split_options
 from rlpost.config.schema import RunConfig
+from rlpost.jobs.needs import JobNeeds
 from rlpost.planner.options import PlanOptions
 from rlpost.types import ConfigError, RlpostError
 
@@ -57,10 +58,14 @@ COMMON = """  job=FILE                YAML file with settings of the job, those 
 
 
 class Commands(Protocol):
-    """What a scheduler's module offers. ``settings`` is its own class; ``words`` are those of the run only."""
+    """What a scheduler's module offers. ``words`` are those of the run only. ``settings`` is its own class, which has at least
+    ``gpus_per_node`` (None: not given) and ``elsewhere``, directories that only the nodes see."""
 
     def files(self, config: RunConfig, words: Sequence[str], settings: Any) -> dict[str, str]:
         """The job as text, by file name. Raises ConfigError for what cannot work."""
+
+    def needs(self, config: RunConfig, settings: Any) -> JobNeeds:
+        """The nodes of the job. Raises ConfigError when none hold the run."""
 
     def warnings(self, config: RunConfig, words: Sequence[str], settings: Any, step_s: float | None) -> list[str]:
         """What can run but may lose work; ``step_s`` are the planned seconds of a step with its checkpoint."""
@@ -152,11 +157,10 @@ def launch(commands: Commands, settings: Any, words: Sequence[str], gpu: str | N
     from rlpost.driver.preflight import preflight
 
     config = _for_nodes(load_config(words).config, settings)
-    elsewhere: Sequence[str] = getattr(settings, "elsewhere", ())
-    found = check(config, elsewhere)
-    _, more = preflight(config, elsewhere)
+    found = check(config, settings.elsewhere)
+    _, more = preflight(config, settings.elsewhere)
     files = commands.files(config, words, settings)
-    lines, step_s = plan_lines(config, settings, gpu)
+    lines, step_s = plan_lines(config, settings, commands.needs(config, settings), gpu)
     if parsed.dry_run and parsed.out is None:
         for file, text in files.items():
             print(f"---- {file}" if len(files) > 1 else "", text.rstrip(), "", sep="\n")
@@ -176,23 +180,21 @@ def launch(commands: Commands, settings: Any, words: Sequence[str], gpu: str | N
     return commands.logs(job, settings, True) if parsed.follow else EXIT_OK
 
 
-def plan_lines(config: RunConfig, settings: Any, gpu: str | None) -> tuple[list[str], float | None]:
+def plan_lines(config: RunConfig, settings: Any, needs: JobNeeds, gpu: str | None) -> tuple[list[str], float | None]:
     """Whether the run fits its nodes, in a line or two, and the seconds of a step with its checkpoint; nothing without a kind of GPU.
 
     Raises ConfigError for a kind that is not known.
     """
-    per_node = getattr(settings, "gpus_per_node", None)
-    if gpu is None or not per_node:
+    if gpu is None or not settings.gpus_per_node:
         return [], None
-    from rlpost.jobs.needs import job_needs
     from rlpost.planner.plan import make_plan
 
-    if "model.path" in out_of_reach(config, getattr(settings, "elsewhere", ())):
+    if "model.path" in out_of_reach(config, settings.elsewhere):
         return ["plan: none, model.path is not here"], None
-    if getattr(settings, "rollout_gpus_per_node", None) not in (None, per_node):
+    sizes = {group.node_gpus for group in needs.groups}
+    if len(sizes) > 1:
         return ["plan: none is made for nodes of two sizes; python -m rlpost.plan takes nodes=, gpus= and gpu= of one"], None
-    separate, given = getattr(settings, "separate_roles", False), getattr(settings, "nodes", None)
-    nodes = given or job_needs(config, gpus_per_node=per_node, separate_roles=separate).nodes
+    (per_node,), nodes = sizes, needs.nodes
     plan = make_plan(config, PlanOptions(nodes=nodes, gpus=per_node, gpu=gpu))
     step_s = plan.step.seconds + plan.step.checkpoint_s
     fits = "fits" if plan.fits else "DOES NOT FIT"
@@ -226,10 +228,10 @@ def _own_directory(config: RunConfig) -> Path:
 
 def _for_nodes(config: RunConfig, settings: Any) -> RunConfig:
     """With the device that the job's nodes have, whatever this machine has: the job itself sets it so too."""
-    per_node = getattr(settings, "gpus_per_node", None)
-    if config.placement.device != "auto" or per_node is None:
+    if config.placement.device != "auto" or settings.gpus_per_node is None:
         return config
-    return dataclasses.replace(config, placement=dataclasses.replace(config.placement, device="gpu" if per_node else "cpu"))
+    device = "gpu" if settings.gpus_per_node else "cpu"
+    return dataclasses.replace(config, placement=dataclasses.replace(config.placement, device=device))
 
 
 def _settings_class(name: str) -> type[Any]:

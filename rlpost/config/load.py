@@ -93,7 +93,7 @@ def load_config(args: Sequence[str]) -> LoadedConfig:
     ``args`` are one ``config=NAME_OR_PATH`` and any number of ``key.sub=value``. Flags are the caller's.
     Raises :class:`ConfigError` with every unknown key, wrong type and missing value that was found.
     """
-    name, overrides = _split_arguments(args)
+    name, overrides = split_arguments(args)
     source = find_config(name)
     problems: list[str] = []
     values: dict[str, Any] = {}
@@ -107,7 +107,8 @@ def load_config(args: Sequence[str]) -> LoadedConfig:
     return _build(values, source)
 
 
-def _split_arguments(args: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+def split_arguments(args: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
+    """What ``config=`` names, and the other words as keys and texts. Raises :class:`ConfigError` when there is not one ``config=``."""
     names: list[str] = []
     overrides: list[tuple[str, str]] = []
     for argument in args:

@@ -24,6 +24,7 @@ from rlpost.config.schema import RunConfig
 from rlpost.jobs.kube_settings import KubeSettings
 from rlpost.jobs.kuberay import GPU, INSTANCE_LABEL, KUEUE_QUEUE, Manifest, kube_needs, render, to_yaml
 from rlpost.jobs.manifest_checks import NodeSize, amount, check_manifests, node_problems
+from rlpost.jobs.needs import JobNeeds
 from rlpost.jobs.packaging import paths_of
 from rlpost.types import ConfigError
 
@@ -109,6 +110,11 @@ def _off_the_volume(config: RunConfig, settings: KubeSettings) -> Iterator[str]:
     for key, module in named.installed.items():
         if module.partition(".")[0] != OWN_PACKAGE:
             yield f"{key}={module} must be in the image: install it there, or put its file on the volume and name that ({key}=FILE.py:NAME)"
+
+
+def needs(config: RunConfig, settings: KubeSettings) -> JobNeeds:
+    """The nodes of the job. Raises ConfigError as :func:`~rlpost.jobs.needs.job_needs` does."""
+    return kube_needs(config, settings)
 
 
 def ask(paths: Sequence[Path], settings: KubeSettings) -> str | None:

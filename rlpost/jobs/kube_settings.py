@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlpost.config.fields import Place, children, clean, joined
@@ -163,7 +163,7 @@ def _secrets(settings: KubeSettings, config: RunConfig) -> Iterator[str]:
     for name, reference in settings.secrets.items():
         if not (isinstance(reference, str) and re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9._-]+", reference)):
             yield f"secrets.{name} is no reference to a Secret; expected secret-name/key, and never the secret itself"
-    for key in secret_keys(config):
+    for key in secret_keys(asdict(config)):
         yield (
             f"the run's configuration has a value at {key}, which reads like a secret, and would stand in the ConfigMap; let the code "
             "read an environment variable, and give that as secrets={NAME: secret-name/key}"

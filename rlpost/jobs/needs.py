@@ -1,8 +1,8 @@
 """From a run's configuration to what a job must hold: equal nodes in groups, each with whole placement bundles.
 
 A bundle (a trainer rank, an engine with all its GPUs) is never split over nodes, so an engine is always whole in one. Nodes are counted
-as the largest bundles first, each on the first node with room: engines, then ranks, which therefore stand together. Ray too places
-scarce and large bundles first, so a mixture that only a search would find is refused here and not left to it.
+as the largest bundles first, each on the first node with room. What fits so, the driver's own layout (cluster/layout.py) finds a place
+for; where it puts each bundle is its matter.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class NodeGroup:
     """``trainer`` (ranks, critic, reference and reward models), ``rollout`` (engines), or ``shared`` (both)."""
     nodes: int
     gpus: int
+    node_gpus: int
+    """What such a node has; ``gpus`` of them are needed."""
     cpus: int
     bundle_cpus: int
     """Of ``cpus``, the least of each node that hold the bundles."""
@@ -53,11 +55,6 @@ class JobNeeds:
     groups: tuple[NodeGroup, ...]
     head_cpus: int
     device: Device
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return sum(group.nodes * group.gpus for group in self.groups)
 
     @property
     def nodes(self) -> int:
@@ -185,7 +182,7 @@ def _group(role: str, bundles: Sequence[Bundle], size: _Size, nodes: int | None,
             f"cpus_per_node={size.cpus}{size.cpus_of}; lower placement.trainer_cpus or placement.engine_cpus, or raise cpus_per_node"
         )
     return NodeGroup(
-        role=role, nodes=nodes, gpus=gpus, cpus=size.cpus or max(least, CPUS_OF_A_GPU * gpus), bundle_cpus=least,
+        role=role, nodes=nodes, gpus=gpus, node_gpus=size.gpus, cpus=size.cpus or max(least, CPUS_OF_A_GPU * gpus), bundle_cpus=least,
         memory_gib=memory_gib, bundles=tuple(bundles),
     )  # fmt: skip
 

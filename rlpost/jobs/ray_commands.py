@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.config.load import CONFIG_KEY, find_config
+from rlpost.config.load import find_config, split_arguments
 from rlpost.config.schema import RunConfig
-from rlpost.jobs.needs import job_needs, overrides_in_job
+from rlpost.jobs.needs import JobNeeds, job_needs, overrides_in_job
 from rlpost.jobs.packaging import Named, Package, config_word, make_package, named_by
 from rlpost.jobs.ray_settings import RaySettings, check_settings, job_name, run_directory
 from rlpost.types import ConfigError
@@ -117,17 +117,20 @@ def _warnings(config: RunConfig, words: Sequence[str], settings: RaySettings, st
 
 
 def _source(words: Sequence[str]) -> Path:
-    [name] = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == CONFIG_KEY]
-    return find_config(name).resolve()
+    return find_config(split_arguments(words)[0]).resolve()
+
+
+def needs(config: RunConfig, settings: RaySettings) -> JobNeeds:
+    """What the job takes of the cluster."""
+    return job_needs(config, gpus_per_node=settings.gpus_per_node or 0)
 
 
 def _command(config: RunConfig, words: Sequence[str], package: Package, settings: RaySettings) -> str:
     """A line of shell."""
-    needs = job_needs(config, gpus_per_node=settings.gpus_per_node or 0)
-    run = [word for word in words if word.partition("=")[0].strip() != CONFIG_KEY]
+    run = [f"{key}={text}" for key, text in split_arguments(words)[1]]
     place = [f"run_dir={run_directory(config, settings)}"] if config.resume in ("never", "auto") else []
     source = config_word(_source(words), package.directory)
-    common = [source, *run, *overrides_in_job(config, needs.device), *place]
+    common = [source, *run, *overrides_in_job(config, needs(config, settings).device), *place]
     train = shlex.join(["python", "-m", "rlpost.train", *common])
     if not settings.preflight or config.placement.wait_for_nodes:  # nodes that come later have no room now
         return train

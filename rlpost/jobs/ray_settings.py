@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlpost.config.fields import Place, children, clean, joined
 from rlpost.config.schema import RunConfig, option
@@ -126,7 +126,7 @@ def _secrets(settings: RaySettings, config: RunConfig) -> Iterator[str]:
                 "packages has a URL with a password or token, which Ray shows with the job; let pip on the nodes find it (~/.netrc, "
                 "PIP_INDEX_URL in the environment of `ray start`), and leave it out of the URL"
             )
-    for key in secret_keys(config):
+    for key in secret_keys(asdict(config)):
         yield (
             f"the run's {key} reads like a secret, and goes along with the job; let the code read an environment variable that is set "
             "on the nodes before `ray start`"

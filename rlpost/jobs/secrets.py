@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rlpost.config.inputs import texts
+
 _EVERYWHERE = "api_?key|access_?key|private_key|pass(word|wd|phrase)|secret|credentials?"
 _VARIABLE = re.compile(rf"(?i)(^|_)(token|{_EVERYWHERE})$|_(key|pat|auth|pass)$|^pgpass(word)?$")
 _VENDORS = "account|anthropic|auth|aws|azure|client|cohere|deepseek|encryption|gemini|github|gitlab|google|groq|hf|judge|openai|"
@@ -44,21 +46,11 @@ def assigned_secret(line: str) -> str | None:
     return None
 
 
-def secret_keys(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys below a dataclass, mapping or list that read like secrets, by name or by value, and hold text which is not empty."""
-    if isinstance(value, str):
-        if value and _is_secret(re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2], value):
+def secret_keys(values: Any) -> Iterator[str]:
+    """Dotted keys of mappings and lists whose text reads like a secret, by its key or by its form."""
+    for key, text in texts(values):
+        if text and _is_secret(re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2], text):
             yield key
-        return
-    entries: Any = ()
-    if isinstance(value, dict):
-        entries = value.items()
-    elif isinstance(value, list):
-        entries = enumerate(value)
-    elif hasattr(value, "__dataclass_fields__"):
-        entries = vars(value).items()
-    for name, inner in entries:
-        yield from secret_keys(inner, f"{key}.{name}" if key else str(name))
 
 
 def _is_secret(name: str, text: str) -> bool:

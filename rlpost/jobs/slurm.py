@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from rlpost.config.load import CONFIG_KEY, config_directories, find_config
+from rlpost.config.load import CONFIG_KEY, config_directories, find_config, split_arguments
 from rlpost.config.schema import RunConfig
 from rlpost.jobs.needs import ROLLOUT_GROUP, JobNeeds, NodeGroup, job_needs, overrides_in_job
 from rlpost.jobs.packaging import paths_of
@@ -125,10 +125,7 @@ def slurm_needs(config: RunConfig, settings: SlurmSettings) -> JobNeeds:
 
 def _node_gpus(group: NodeGroup, settings: SlurmSettings) -> int:
     """GPUs to ask of each node: all of whole nodes, else those that are needed."""
-    if not settings.exclusive or group.gpus == 0:
-        return group.gpus
-    rollout = group.role == ROLLOUT_GROUP and settings.rollout_gpus_per_node is not None
-    return (settings.rollout_gpus_per_node if rollout else settings.gpus_per_node) or 0
+    return group.node_gpus if settings.exclusive else group.gpus
 
 
 def _node_cpus(index: int, needs: JobNeeds, settings: SlurmSettings) -> int:
@@ -211,25 +208,17 @@ _SETUP_TRAP = """trap '((${#BASH_SOURCE[@]} > 1)) || { echo "a line of setup fai
 
 def job_words(words: Sequence[str]) -> list[str]:
     """The words, with the configuration's file by its absolute path, or by its name when it comes with rlpost."""
-    return [f"{CONFIG_KEY}={_job_source(word)}" if _is_config(word) else word for word in words]
-
-
-def _job_source(word: str) -> str:
-    source = _source(word)
-    return source.stem if _is_shipped(source) else str(source)
-
-
-def _is_config(word: str) -> bool:
-    return word.partition("=")[0].strip() == CONFIG_KEY
+    name, overrides = split_arguments(words)
+    source = _source(name)
+    return [f"{CONFIG_KEY}={source.stem if _is_shipped(source) else source}", *(f"{key}={text}" for key, text in overrides)]
 
 
 def _is_shipped(source: Path) -> bool:
     return source.parent == config_directories()[-1]
 
 
-def _source(word: str) -> Path:
-    """The file of a ``config=...``, by the links by which it was named: the nodes may not know what they lead to."""
-    name = word.partition("=")[2].strip()
+def _source(name: str) -> Path:
+    """The configuration's file, by the links by which it was named: the nodes may not know what they lead to."""
     found, given = find_config(name), Path(os.path.abspath(Path(name).expanduser()))
     return given if given.resolve() == found else found
 
@@ -237,7 +226,7 @@ def _source(word: str) -> Path:
 def path_warnings(config: RunConfig, words: Sequence[str], settings: SlurmSettings) -> Iterator[str]:
     """What the run names in the file system and would not find in the job: by a relative path, or in the container."""
     here = Path.cwd()
-    [source] = [_source(word) for word in words if _is_config(word)]
+    source = _source(split_arguments(words)[0])
     named = paths_of(config, here)
     if named.inside and Path(settings.directory).resolve() != here:
         yield (

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlpost.config.schema import RunConfig
-from rlpost.jobs.slurm import check, job_name, path_warnings, render
+from rlpost.jobs.needs import JobNeeds
+from rlpost.jobs.slurm import check, job_name, path_warnings, render, slurm_needs
 from rlpost.jobs.slurm_settings import SlurmSettings
 from rlpost.types import ConfigError
 
@@ -63,6 +64,11 @@ def files(config: RunConfig, words: Sequence[str], settings: SlurmSettings) -> d
 def warnings(config: RunConfig, words: Sequence[str], settings: SlurmSettings, step_s: float | None) -> list[str]:
     """See :func:`~rlpost.jobs.slurm.check` and :func:`~rlpost.jobs.slurm.path_warnings`."""
     return [*check(config, settings, step_s=step_s), *path_warnings(config, words, settings)]
+
+
+def needs(config: RunConfig, settings: SlurmSettings) -> JobNeeds:
+    """The nodes of the job. Raises ConfigError as :func:`~rlpost.jobs.slurm.slurm_needs` does."""
+    return slurm_needs(config, settings)
 
 
 def ask(paths: Sequence[Path], settings: SlurmSettings) -> str | None:

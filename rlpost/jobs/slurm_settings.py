@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlpost.config.fields import Place, children, clean, joined
 from rlpost.config.schema import RunConfig, option
@@ -88,6 +88,7 @@ class SlurmSettings:
     interface: str | None = option(None, "Network interface of Ray, NCCL's sockets and gloo; null leaves it to them.")
     join_timeout_s: int = option(600, "Deadline for all nodes to have joined Ray.")
     preflight: bool = option(True, "Run `rlpost.doctor cluster` before the training; what it finds failed ends the job.")
+    elsewhere: list[str] = option([], "Directories that only the nodes see: what the run names below them is not looked for here.")
     extra: list[str] = option([], "Further options of sbatch: --reservation=NAME ... (of the first component of a heterogeneous job).")
 
     @property
@@ -226,7 +227,7 @@ def _secrets(settings: SlurmSettings, config: RunConfig) -> Iterator[str]:
             yield f"a line of the script sets {name}, which reads like a secret; set it in your shell and give its name: export=[{name}]"
         elif shows_secret(line):
             yield "a line of the script holds a key, or a URL with a password; let it read a variable of your shell: export=[NAME]"
-    for key in secret_keys(config):
+    for key in secret_keys(asdict(config)):
         yield (
             f"the run's {key} reads like a secret, and would stand in the script; let the code read an environment variable, and give its "
             "name: export=[NAME]"

@@ -35,7 +35,7 @@ def shapes(needs: JobNeeds) -> list[tuple[str, int, int]]:
 def test_the_multinode_config_fills_4_and_16_nodes(overrides: list[str], separate: bool, expected: list[tuple[str, int, int]]) -> None:
     needs = job_needs(multinode(*overrides), gpus_per_node=8, separate_roles=separate)
     assert shapes(needs) == expected
-    assert (needs.device, needs.nodes * 8) == ("gpu", needs.gpus)
+    assert needs.device == "gpu" and {group.node_gpus for group in needs.groups} == {8}
 
 
 def test_every_bundle_of_the_run_is_held_once() -> None:
@@ -116,7 +116,7 @@ def test_gpus_are_meant_even_where_this_machine_has_none() -> None:
     assert job_needs(config, gpus_per_node=0).device == "cpu"
     config.placement.device = "cpu"
     cpu = job_needs(config, gpus_per_node=8, cpus_per_node=16)
-    assert (cpu.device, cpu.gpus) == ("cpu", 0)
+    assert cpu.device == "cpu" and all(group.gpus == group.node_gpus == 0 for group in cpu.groups)
 
 
 def test_cpus_are_those_of_the_bundles_but_some_for_each_gpu() -> None:

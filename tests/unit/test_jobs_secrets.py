@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -77,4 +78,4 @@ def test_values_of_a_configuration_are_seen_by_key_and_by_form() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_no_configuration_that_comes_with_rlpost_is_refused(path: Path) -> None:
-    assert list(secret_keys(load_config([f"config={path}"]).config)) == []
+    assert list(secret_keys(asdict(load_config([f"config={path}"]).config))) == []

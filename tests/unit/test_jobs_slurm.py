@@ -160,7 +160,11 @@ SHOWN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SlurmSettings)])
+OF_LAUNCH = ("elsewhere",)
+"""Says what is checked before the job is made (test_launch.py), and nothing about the job."""
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SlurmSettings) if field.name not in OF_LAUNCH])
 def test_every_setting_has_its_effect(name: str) -> None:
     values, line = SHOWN[name]
     assert line in rendered(**values)

@@ -13,6 +13,7 @@ import pytest
 
 import rlpost.launch
 from rlpost.config.schema import RunConfig, option
+from rlpost.jobs.needs import JobNeeds, job_needs
 from rlpost.launch import EXIT_OK, EXIT_USER_ERROR, main
 from rlpost.types import ConfigError
 
@@ -22,7 +23,7 @@ class Settings:
     """Of a scheduler that runs nothing."""
 
     gpus_per_node: int = option(0, "GPUs.")
-    separate_roles: bool = option(False, "Apart.")
+    elsewhere: list[str] = option([], "Not here.")  # noqa: RUF009
     queue: str | None = option(None, "Queue.")
 
 
@@ -40,6 +41,9 @@ class Scheduler:
         if settings.queue == "closed":
             raise ConfigError("the queue is closed")
         return {"job.txt": f"{' '.join(words)} in {settings.queue}\n"}
+
+    def needs(self, config: RunConfig, settings: Settings) -> JobNeeds:
+        return job_needs(config, gpus_per_node=settings.gpus_per_node)
 
     def warnings(self, config: RunConfig, words: Sequence[str], settings: Settings, step_s: float | None) -> list[str]:
         self.steps.append(step_s)
@@ -69,7 +73,9 @@ class Scheduler:
 def scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scheduler:
     """Stands in for Slurm; the working directory is empty."""
     fake = Scheduler()
-    commands = SimpleNamespace(**{name: getattr(fake, name) for name in ("files", "warnings", "ask", "submit", "status", "logs", "stop")})
+    commands = SimpleNamespace(
+        **{name: getattr(fake, name) for name in ("files", "needs", "warnings", "ask", "submit", "status", "logs", "stop")}
+    )
     monkeypatch.setitem(sys.modules, "fake_commands", commands)
     monkeypatch.setitem(sys.modules, "fake_settings", SimpleNamespace(Settings=Settings))
     monkeypatch.setitem(rlpost.launch.SCHEDULERS, "slurm", ("a fake job", "fake_commands", "fake_settings:Settings"))
@@ -154,6 +160,13 @@ def test_device_is_that_of_the_nodes_not_of_this_machine(scheduler: Scheduler, c
     assert main(["slurm", "config=grpo_qwen", "placement.device=auto", "gpus_per_node=8", "--dry-run"]) == EXIT_OK
     assert main(["slurm", "config=grpo_tiny", "placement.device=auto", "gpus_per_node=0", "--dry-run"]) == EXIT_OK
     assert scheduler.devices == ["gpu", "cpu"]
+
+
+def test_data_on_a_disk_that_only_the_nodes_see_is_warned_of_and_not_refused(scheduler: Scheduler, capsys: Any) -> None:
+    words = ["slurm", "config=grpo_tiny", "data.train=/nodes/x.jsonl", "--dry-run"]
+    assert main(words) == EXIT_USER_ERROR
+    assert main([*words, "elsewhere=[/nodes]"]) == EXIT_OK
+    assert "not checked here, only the run sees it: data.train=/nodes/x.jsonl" in capsys.readouterr().out
 
 
 def test_kind_of_gpu_tells_whether_the_run_fits_and_how_long_a_step_takes(scheduler: Scheduler, capsys: Any) -> None:
