@@ -6,7 +6,7 @@
   manifests, found without a cluster; ``kube_schema.py`` the fields that they may have.
 - ``packaging.py``  the files of a working directory that a Ray job takes along.
 - ``*_settings.py`` what each is told besides the run's configuration; ``secrets.py`` names of settings that read like secrets.
-- ``*_commands.py`` render, submit, status, logs, stop: what ``rlpost.launch`` asks of a scheduler.
+- ``*_commands.py`` render, submit, status, logs, stop: what ``rlpost.launch`` asks of a scheduler; ``kubectl.py`` kubectl's answers.
 
 Guaranteed: what is rendered holds all bundles of the run at once, names secrets and never holds one, and a retry of the job resumes.
 """

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ import yaml
 
 from rlpost.config.load import load_config
 from rlpost.config.schema import RunConfig
+from rlpost.jobs import kubectl
 from rlpost.jobs.kube_settings import KubeSettings
 from rlpost.jobs.kuberay import GPU, INSTANCE_LABEL, KUEUE_QUEUE, Manifest, kube_needs, render, to_yaml
 from rlpost.jobs.manifest_checks import NodeSize, amount, check_manifests, node_problems
@@ -28,7 +27,6 @@ from rlpost.jobs.needs import JobNeeds
 from rlpost.jobs.packaging import paths_of
 from rlpost.types import ConfigError
 
-COMMAND_TIMEOUT_S = 120
 ANSWER_TIMEOUT = "10s"
 """For the first question, which finds out whether there is a cluster at all."""
 
@@ -48,17 +46,6 @@ OWN_PACKAGE = "rlpost"
 
 FAILED, STOPPED = 1, 75
 """Exit codes when the run's own is not known; 75 is what rlpost.train gives when it was told to stop and has saved."""
-
-HINTS = {
-    "no matches for kind": "KubeRay is not installed in this cluster; its operator's Helm chart is kuberay-operator",
-    "the server doesn't have a resource type": "KubeRay is not installed in this cluster; its operator's Helm chart is kuberay-operator",
-    "NotFound": "`kubectl get rayjobs,rayclusters --all-namespaces -l app.kubernetes.io/name=rlpost` lists jobs; set namespace= and kind= "
-    "to the job's",
-    "connection to the server": "kubectl reaches no cluster: `kubectl config get-contexts` lists those it knows",
-    "connection refused": "kubectl reaches no cluster: `kubectl config get-contexts` lists those it knows",
-    "Forbidden": "you may not do that in this namespace; ask who runs the cluster, or set namespace=",
-}
-"""What kubectl says -> what to do."""
 
 
 def files(config: RunConfig, words: Sequence[str], settings: KubeSettings) -> dict[str, str]:
@@ -125,14 +112,14 @@ def ask(paths: Sequence[Path], settings: KubeSettings) -> str | None:
     Raises ConfigError with what it said when it refuses an object.
     """
     (path,) = paths
-    if shutil.which("kubectl") is None:
+    if not kubectl.installed():
         return None
-    version = _run(["version", f"--request-timeout={ANSWER_TIMEOUT}"])
+    version = kubectl.run(["version", f"--request-timeout={ANSWER_TIMEOUT}"])
     if version.returncode:
-        return f"kubectl reaches no cluster from here, so none was asked about the objects: {_said(version).splitlines()[-1]}"
-    done = _run(["apply", "--dry-run=server", "--validate=strict", f"--filename={path}"])
+        return f"kubectl reaches no cluster from here, so none was asked about the objects: {kubectl.said(version).splitlines()[-1]}"
+    done = kubectl.run(["apply", "--dry-run=server", "--validate=strict", f"--filename={path}"])
     if done.returncode:
-        raise ConfigError(f"the cluster refuses objects of {path}: {_with_hint(_said(done))}")
+        raise ConfigError(f"the cluster refuses objects of {path}: {kubectl.with_hint(kubectl.said(done))}")
     large = node_problems(list(yaml.safe_load_all(path.read_text())), _node_sizes())
     unless = ["unless an autoscaler adds such nodes, these pods wait for ever"] if large else []
     return "\n".join(
@@ -142,7 +129,7 @@ def ask(paths: Sequence[Path], settings: KubeSettings) -> str | None:
 
 def _node_sizes() -> list[NodeSize]:
     """The kinds of nodes that take pods; none where one may not list nodes, which belong to no namespace."""
-    done = _run(["get", "nodes", "--output=json"])
+    done = kubectl.run(["get", "nodes", "--output=json"])
     nodes = json.loads(done.stdout or "{}").get("items", []) if done.returncode == 0 else []
     sizes = {
         NodeSize(cpus=amount(free.get("cpu", 0)), memory_gib=amount(free.get("memory", 0)) / 1024**3, gpus=int(amount(free.get(GPU, 0))))
@@ -155,7 +142,7 @@ def submit(paths: Sequence[Path], config: RunConfig, settings: KubeSettings, say
     """Make the objects of the file; the job's name. Raises ConfigError when one is there already, or with what kubectl said."""
     (path,) = paths
     name = settings.name_of(config.name)
-    existing = _call(settings, "get", f"--filename={path}", "--ignore-not-found", "--output=name").split()
+    existing = kubectl.call(settings, "get", f"--filename={path}", "--ignore-not-found", "--output=name").split()
     if existing:
         raise ConfigError(
             f"{' and '.join(existing)} exist already; to continue that run, `kubectl delete -f {path}` (stop it first, if it runs) and "
@@ -163,7 +150,7 @@ def submit(paths: Sequence[Path], config: RunConfig, settings: KubeSettings, say
         )
     if line := ask(paths, settings):
         say(line)
-    _call(settings, "create", "--save-config", f"--filename={path}")
+    kubectl.call(settings, "create", "--save-config", f"--filename={path}")
     if settings.kind == "RayCluster":
         say(f"its nodes come up; then: kubectl port-forward service/{name}-head-svc 8265, and in another shell")
         say("  python -m rlpost.launch ray config=... address=http://127.0.0.1:8265")
@@ -185,7 +172,7 @@ def status(job: str, settings: KubeSettings) -> str:
         return "\n".join([*lines, "it has no pods now"])
     nodes = found["status"].get("rayClusterStatus", found["status"])
     lines.append(f"worker nodes ready: {nodes.get('readyWorkerReplicas', 0)} of {nodes.get('desiredWorkerReplicas', 0)}")
-    pods = _call(settings, "get", "pods", f"--selector=ray.io/cluster={cluster}", "--label-columns=ray.io/group", "--output=wide")
+    pods = kubectl.call(settings, "get", "pods", f"--selector=ray.io/cluster={cluster}", "--label-columns=ray.io/group", "--output=wide")
     return "\n".join([*lines, pods.rstrip() or "its pods are not there yet"])
 
 
@@ -202,7 +189,7 @@ def logs(job: str, settings: KubeSettings, follow: bool) -> int:
     _tell(_headline(found))
     command = _log_command(found, settings, follow=False)
     if command is not None:
-        return _show(settings, command)
+        return kubectl.show(settings, command, kubectl.TIMEOUT_S)
     _tell(_log_place(job, settings))
     return _exit_code(found) or 0
 
@@ -226,7 +213,7 @@ def _follow(job: str, settings: KubeSettings) -> int:
             if run == begun:
                 _tell("the connection to the log broke; from its beginning:")
             begun = run
-            printed = run if _show(settings, command) == 0 else printed
+            printed = run if kubectl.show(settings, command, None) == 0 else printed
         time.sleep(ASK_S)
 
 
@@ -239,11 +226,11 @@ def stop(job: str, settings: KubeSettings) -> str:
     again = '{"spec":{"suspend":false}}'
     if _in_kueue(found):
         uid = found["metadata"]["uid"]
-        workloads = _call(settings, "get", WORKLOADS, f"--selector={JOB_UID}={uid}", "--output=name").split()
+        workloads = kubectl.call(settings, "get", WORKLOADS, f"--selector={JOB_UID}={uid}", "--output=name").split()
         if not workloads:
             raise ConfigError(f"{job} has a queue of Kueue, but Kueue has no workload for it yet; wait a moment and try again")
         resource, patch, again = workloads[0], '{"spec":{"active":false}}', '{"spec":{"active":true}}'
-    _call(settings, "patch", resource, "--type=merge", f"--patch={patch}")
+    kubectl.call(settings, "patch", resource, "--type=merge", f"--patch={patch}")
     place = f" --namespace={settings.namespace}" if settings.namespace else ""
     return (
         f"{job} is told to stop: a run in progress saves, and gives its nodes back, within the job's grace_s\n"
@@ -255,7 +242,7 @@ def stop(job: str, settings: KubeSettings) -> str:
 
 def _object(job: str, settings: KubeSettings) -> Manifest:
     """The RayJob or RayCluster as the cluster has it. Raises ConfigError when there is none."""
-    found: Manifest = json.loads(_call(settings, "get", f"{RESOURCES[settings.kind]}/{job}", "--output=json"))
+    found: Manifest = json.loads(kubectl.call(settings, "get", f"{RESOURCES[settings.kind]}/{job}", "--output=json"))
     return {**found, "kind": settings.kind, "status": found.get("status") or {}}
 
 
@@ -268,7 +255,7 @@ def _deactivated(found: Manifest, settings: KubeSettings) -> bool:
     if not (_in_kueue(found) and found["status"].get("jobDeploymentStatus") == "Suspended"):
         return False
     selector = f"--selector={JOB_UID}={found['metadata']['uid']}"
-    done = _run([*_namespace(settings), "get", WORKLOADS, selector, "--output=json"])
+    done = kubectl.run([*kubectl.namespace(settings), "get", WORKLOADS, selector, "--output=json"])
     items = json.loads(done.stdout or "{}").get("items", []) if done.returncode == 0 else []
     return any(item["spec"].get("active") is False for item in items)
 
@@ -327,58 +314,13 @@ def _log_command(found: Manifest, settings: KubeSettings, follow: bool) -> list[
     mode, on = found["spec"].get("submissionMode", "K8sJobMode"), ["--follow"] if follow else []
     if mode == "K8sJobMode":
         return ["logs", f"jobs/{found['metadata']['name']}", *on]
-    head = _call(settings, "get", "pods", f"--selector=ray.io/cluster={cluster},ray.io/node-type=head", "--output=name").split()
+    head = kubectl.call(settings, "get", "pods", f"--selector=ray.io/cluster={cluster},ray.io/node-type=head", "--output=name").split()
     if not head:
         return None
     if mode == "SidecarMode":
         return ["logs", head[0], f"--container={SUBMITTER_CONTAINER}", *on]
     inside = ["ray", "job", "logs", "--address=http://127.0.0.1:8265", *on, status["jobId"]]
     return ["exec", head[0], "--container=ray-head", "--", *inside]
-
-
-def _show(settings: KubeSettings, command: Sequence[str]) -> int:
-    """Let kubectl print; its exit code."""
-    return subprocess.run(["kubectl", *_namespace(settings), *command], stdin=subprocess.DEVNULL, check=False).returncode
-
-
-def _call(settings: KubeSettings, *arguments: str) -> str:
-    """What kubectl printed. Raises ConfigError when it is missing, and with what it said when it fails."""
-    if shutil.which("kubectl") is None:
-        raise ConfigError(
-            "no kubectl here; install it (https://kubernetes.io/docs/tasks/tools), or write the objects with --out DIRECTORY "
-            "and run `kubectl create -f DIRECTORY/job.yaml` where it is"
-        )
-    done = _run([*_namespace(settings), *arguments])
-    if done.returncode:
-        raise ConfigError(f"`kubectl {' '.join(arguments)}` failed: {_with_hint(_said(done))}")
-    return done.stdout
-
-
-def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """kubectl's answer. Raises ConfigError when there is none in time."""
-    try:
-        return subprocess.run(
-            ["kubectl", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"kubectl has not answered within {COMMAND_TIMEOUT_S} s; is the cluster up? (kubectl version); try again"
-        ) from None
-
-
-def _said(done: subprocess.CompletedProcess[str]) -> str:
-    """Without the lines in which its libraries report the same."""
-    lines = [line for line in (done.stderr or done.stdout).strip().splitlines() if "memcache.go" not in line]
-    return "\n".join(lines) or f"exit code {done.returncode}"
-
-
-def _with_hint(said: str) -> str:
-    hint = next((hint for mark, hint in HINTS.items() if mark in said), None)
-    return said + (f"; {hint}" if hint else "")
-
-
-def _namespace(settings: KubeSettings) -> list[str]:
-    return [f"--namespace={settings.namespace}"] if settings.namespace else []
 
 
 def _words(settings: KubeSettings) -> Mapping[str, Any]:
